@@ -2,7 +2,8 @@
 # make check   the quick tests
 # make test    what a change must pass, and all that .ci/run runs: all tests except the exhaustive ones
 # make soak    the exhaustive tests
-# make images  the quick tests and more on copies of Kaggle's and Colab's images
+# make images  the quick tests and more on copies of Kaggle's and Colab's images, and where TorchTPU is installed
+# make torchtpu  the last of them alone
 # make docs    the site, in build/site
 #
 # The first of them builds .venv. PYTHON=python3.12 chooses with what, and JOBS=1 runs one test at a time.
@@ -23,7 +24,7 @@ unexport CPU_NUM_DEVICES
 # Some images set it. Then each of the tests' many processes compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test soak images docs lint
+.PHONY: demo check test soak images torchtpu docs lint
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -41,6 +42,9 @@ soak: $(READY)
 
 images:
 	$(PYTHON) tests/images.py --jobs $(JOBS)
+
+torchtpu:
+	$(PYTHON) tests/images.py torchtpu --jobs $(JOBS)
 
 docs: $(READY)
 	$(BIN)/python -m pip install --editable '.[docs]'

@@ -1,9 +1,10 @@
-"""Callbacks: Keras's, working on any number of cores at no cost per step."""
+"""Keras's callbacks, on any number of cores, at no cost per step."""
 
 from .backup_and_restore import BackupAndRestore
 from .base import Callback
 from .callback_list import CallbackList
 from .comet_logger import CometLogger
+from .confusion_matrix import ConfusionMatrix
 from .csv_logger import CSVLogger
 from .diagnostics import Diagnostics
 from .early_stopping import EarlyStopping
@@ -31,6 +32,7 @@ __all__ = [
     "Callback",
     "CallbackList",
     "CometLogger",
+    "ConfusionMatrix",
     "Diagnostics",
     "EarlyStopping",
     "Freeze",

@@ -1,4 +1,4 @@
-"""`BackupAndRestore`: a `fit` that was broken off goes on where it was, when it is called again."""
+"""`BackupAndRestore`: an interrupted `fit` resumes when it is called again."""
 
 import os
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ from .base import Callback, Logs
 
 
 class BackupAndRestore(Callback):
-    """Backs up the state of training, so that the next `fit` goes on from there if this one is interrupted.
+    """Backs up the state of training, so that the next `fit` resumes from it if this one is interrupted.
 
-    It is `ModelCheckpoint` and `fit(resume=True)` in one, for a script that is simply started again.
+    It combines `ModelCheckpoint` and `fit(resume=True)`, for a script that is simply started again.
 
     Args:
         backup_dir: The folder for the backup. It can't be shared with another `ModelCheckpoint` or training.
-        save_freq: As in `ModelCheckpoint` (default `"epoch"`). It is backed up too when the process gets SIGTERM or
-            Ctrl-C, and when `max_time` is over.
-        double_checkpoint: Keep the backup before the newest too, should the newest be damaged (default False).
-        delete_checkpoint: Delete the backup when training has come to its end (default True), and the folder unless
-            something else is in it.
+        save_freq: As in `ModelCheckpoint` (default `"epoch"`). A backup is also written on SIGTERM or Ctrl-C, and when
+            `max_time` is over.
+        double_checkpoint: Keep the second-newest backup too, in case the newest is damaged (default False).
+        delete_checkpoint: Delete the backup when training is complete (default True), and the folder unless it contains
+            other files.
 
     Attributes:
         checkpoints: The writer of the folder.
@@ -60,9 +60,9 @@ class BackupAndRestore(Callback):
         self._failed = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Make sure that the folder can be written to."""
+        """Check that the folder is writable."""
         self._failed = False
-        self._rule.saved(monotonic())
+        self._rule.note_save(monotonic())
         self.checkpoints.run.open()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -70,32 +70,32 @@ class BackupAndRestore(Callback):
         self._rule.begin(self.model.steps_taken)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Back up, if it is time to."""
+        """Back up, if a backup is due."""
         if self._rule.is_due(self.model.steps_taken, monotonic()):
-            self._rule.saved(monotonic())
+            self._rule.note_save(monotonic())
             self.model.save_checkpoint(self.checkpoints)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Back up, if it is time to."""
+        """Back up, if a backup is due."""
         if not self._rule.between_batches:
             self.model.save_checkpoint(self.checkpoints)
 
     def on_exception(self, exception: BaseException, logs: Logs | None = None) -> None:
-        """Keep the backup: training hasn't come to its end."""
+        """Keep the backup: training is incomplete."""
         self._failed = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Delete the backup, if training has come to its end."""
+        """Delete the backup, if training is complete."""
         if self.delete_checkpoint and not self._failed and not self.model.out_of_time:
             self.checkpoints.run.clear()
         self.checkpoints.run.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps since the last backup."""
+        """Return the number of steps since the last backup."""
         return self._rule.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, which in the middle of an epoch is after `on_epoch_begin`.
+        """Restore a state; in the middle of an epoch this comes after `on_epoch_begin`.
 
         Args:
             state: The dict that `state_dict` returned.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..checkpoint import AsyncCheckpointWriter, Score
     from ..diagnostics.report import Report
 
-# Logs by name. Those of a batch are lazy: reading a value waits for the device, once for all of them.
+# Logs by name. A batch's logs are lazy: reading a value waits for the device, once for all values.
 Logs = Mapping[str, Any]
 
 
@@ -22,14 +22,14 @@ class TrainedModel(Protocol):
 
     Attributes:
         stop_training: Set it to True to end training after the current batch.
-        out_of_time: True if the last `fit` has ended because its `max_time` was over.
+        out_of_time: True if the last `fit` ended because its `max_time` was over.
         optimizer: The optimizer.
-        learning_rate: The actual learning rate, to be read and set; that of the first group, if there are several.
-        input_bound: The share of time in which the device waited for data, from 0 to 1, in the epoch under way or, if
-            there is none, in the last one.
+        learning_rate: The actual learning rate, readable and settable; the first group's, if there are several.
+        input_bound: The share of time in which the device waited for data, from 0 to 1, in the current epoch or,
+            between epochs, in the last.
         first_bad_step: The first training step known to have returned a scalar that is not finite.
         steps_taken: The number of training steps since the model was made.
-        rows_seen: The number of rows that it has trained on, evaluated or predicted since it was made.
+        rows_seen: The number of rows trained on, evaluated or predicted since the model was made.
     """
 
     stop_training: bool
@@ -50,7 +50,7 @@ class TrainedModel(Protocol):
 
     @property
     def metrics_names(self) -> list[str]:
-        """The names of the logs that `compile` asks for."""
+        """The names of the logs that `compile` requests."""
 
     @property
     def first_bad_step(self) -> int | None:
@@ -58,10 +58,10 @@ class TrainedModel(Protocol):
 
     @property
     def memory_used(self) -> int | None:
-        """The bytes of a core's memory that are in use, or None where the runtime doesn't tell."""
+        """The bytes of a core's memory that are in use, or None where the runtime doesn't report it."""
 
     def speed(self, steps_per_second: float, /) -> dict[str, float]:
-        """What training steps at some pace come to: `tokens_per_second` and `share_of_peak`, if they are known."""
+        """Convert a training speed to `tokens_per_second` and `share_of_peak`, where they are known."""
 
     @property
     def steps_taken(self) -> int:
@@ -72,19 +72,19 @@ class TrainedModel(Protocol):
         """See the class."""
 
     def summary(self, print_fn: Callable[[str], object] | None = None, /) -> None:
-        """Give the table of the layers to a function."""
+        """Pass the table of layers to a function."""
 
     def save_weights(self, filepath: str | os.PathLike[str], /, *, finite_only: bool = False) -> None:
-        """Write the weights to a `.safetensors` file, whole or not at all; only if they are finite, if asked to."""
+        """Write the weights to a `.safetensors` file, atomically; `finite_only` refuses NaN and infinity."""
 
     def save_checkpoint(self, writer: AsyncCheckpointWriter, metric: Score | None = None, /) -> None:
-        """Ask for a checkpoint of the whole training. It is taken once all callbacks have had their turn."""
+        """Request a checkpoint of the whole training. It is taken after all callbacks have run."""
 
     def swap_ema_weights(self, to: bool | None = None, /) -> None:
-        """Let the weights and their moving averages change places."""
+        """Swap the weights and their moving averages."""
 
     def higher_is_better(self, name: str, /) -> bool | None:
-        """True if a log gets better as it rises, False if as it falls; None if its metric doesn't say."""
+        """True if a higher value of a log is better, False if a lower one is, None if its metric doesn't say."""
 
     def report(self, verbose: bool = False) -> Report:
         """The graphs, waits and times of the steps since `fit` began, and their problems."""
@@ -93,26 +93,26 @@ class TrainedModel(Protocol):
 class Callback:
     """Runs your code at fixed points of `fit`, `evaluate` and `predict`: subclass it and override what you need.
 
-    A hook that isn't overridden costs nothing. The logs of a batch are the running means since the epoch's start; they
-    stay on the device until you read one, which waits for it. The logs of an epoch are plain floats.
+    A hook that isn't overridden costs nothing. A batch's logs are the running means since the epoch's start; they stay
+    on the device until you read a value, which waits for the device. An epoch's logs are plain floats.
 
     Attributes:
-        model: The model, from the start of `fit`, `evaluate` or `predict` on; None before.
-        params: None before, then `"epochs"`, `"steps"` (batches an epoch, None if unknown) and `"verbose"` (0, 1 or 2);
-            in `fit` also the numbers of the optimizer's steps in an epoch, `"updates"`, and in all, `"total_steps"`
-            (None if unknown), and `"max_steps"`; and `"validates"`, True if an epoch will validate.
-        reads_weights: True (default) puts the weights back into the module before each of its hooks. A callback that
-            leaves the module alone, or only uses the model's own methods (`state_dict`, `save_weights`, ...) and the
-            optimizer, may say False, and save that time.
+        model: The model, set when `fit`, `evaluate` or `predict` starts; None before.
+        params: None before, then `"epochs"`, `"steps"` (batches per epoch, None if unknown) and `"verbose"` (0, 1 or
+            2). `fit` adds `"updates"` and `"total_steps"` (the optimizer's steps per epoch and in total, None if
+            unknown), `"max_steps"`, and `"validates"` (True if an epoch will validate).
+        reads_weights: True (default) puts the weights back into the module before each hook of the callback. Set it to
+            False to save that time, if the callback doesn't touch the module, or only uses the model's methods
+            (`state_dict`, `save_weights`, ...) and the optimizer.
         measures_time: True measures the host's time of steps and callbacks for `model.report()` (default False).
-        checkpoints: The writer of the run directory that the callback keeps, given to `model.save_checkpoint`. `fit`
-            then finds checkpoints there to resume from, and writes a last one before a signal ends it. Default: None.
-        only_writes: True for one that writes files or lines and does nothing to training: on a pod its hooks are called
-            on process 0 only (default False: on every host).
-        restores: True lets every `fit` go on from the newest of `checkpoints`, as with `resume=True` (default False).
-        loads_first: True has `load_state_dict` called before `on_train_begin` (default False: after it), for one that
-            goes on with something outside of this process.
-        save_on_exception: True has `fit` write a checkpoint also after an error between two steps (default False).
+        checkpoints: The writer of the callback's run directory, passed to `model.save_checkpoint`. `fit` resumes from
+            the checkpoints there, and writes a last checkpoint before a signal ends it. Default: None.
+        only_writes: True for a callback that only writes files or lines and doesn't affect training: on a pod its hooks
+            run on process 0 only (default False: on every host).
+        restores: True makes every `fit` resume from the newest of `checkpoints`, as with `resume=True` (default False).
+        loads_first: True calls `load_state_dict` before `on_train_begin` (default False: after it), for a callback that
+            continues something outside this process.
+        save_on_exception: True makes `fit` write a checkpoint after an error between two steps, too (default False).
 
     Example:
         >>> class Losses(Callback):
@@ -124,7 +124,7 @@ class Callback:
     Source: `keras.callbacks.Callback`.
     """
 
-    model: TrainedModel = None  # type: ignore[assignment] # so that a hook need not ask
+    model: TrainedModel = None  # type: ignore[assignment] # so that hooks need no None check
     params: dict[str, Any] = None  # type: ignore[assignment]
     reads_weights: bool = True
     measures_time: bool = False
@@ -135,7 +135,7 @@ class Callback:
     save_on_exception: bool = False
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Take the parameters of the run, before its first hook.
+        """Receive the run's parameters, before its first hook.
 
         Args:
             params: See the class; one dict for all callbacks.
@@ -143,7 +143,7 @@ class Callback:
         self.params = params
 
     def set_model(self, model: TrainedModel) -> None:
-        """Take the model, before the first hook.
+        """Receive the model, before the first hook.
 
         Args:
             model: The model that is about to be trained or used.
@@ -158,10 +158,13 @@ class Callback:
         """
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """`fit` ends, also when it was stopped or something raised.
+        """`fit` ends, even if it was stopped or an error was raised.
+
+        After an error, Ctrl-C or SIGTERM it follows `on_exception`, and all checkpoints have been written. Keras
+        doesn't call it in that case.
 
         Args:
-            logs: The last epoch's; empty after an error.
+            logs: The last epoch's; empty after an error, Ctrl-C or SIGTERM.
         """
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
@@ -173,15 +176,15 @@ class Callback:
         """
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """An epoch of training and its validation are over.
+        """An epoch of training and its validation end.
 
         Args:
             epoch: The epoch's number, from 0.
-            logs: The means over the epoch, and those of validation with `val_` before their names.
+            logs: The means over the epoch, and the validation's with the prefix `val_`.
         """
 
     def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Another name of `on_train_batch_begin`.
+        """An alias of `on_train_batch_begin`.
 
         Args:
             batch: See there.
@@ -189,7 +192,7 @@ class Callback:
         """
 
     def on_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Another name of `on_train_batch_end`.
+        """An alias of `on_train_batch_end`.
 
         Args:
             batch: See there.
@@ -206,23 +209,23 @@ class Callback:
         self.on_batch_begin(batch, logs)
 
     def on_train_step_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """A training step is about to start: the place for a rate of its own.
+        """A training step is about to start: the place to set its learning rate.
 
-        With `steps_per_execution=k` the batch hooks come once for k steps, and this one k times, right after
-        `on_train_batch_begin`: each of the steps then has the rate that was set for it. Keras has no such hook.
+        With `steps_per_execution=k` the batch hooks run once for k steps, and this hook k times, right after
+        `on_train_batch_begin`, so each step has its rate. Keras has no such hook.
 
         Args:
             batch: The batch's number in the epoch, from 0.
-            logs: `"iterations"`: the number of steps that the optimizer has taken before this one. With
-                `accumulate_steps=n` it is the same for n batches.
+            logs: `"iterations"`: the number of optimizer steps before this one. With `accumulate_steps=n` it is the
+                same for n batches.
         """
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """A training step has been started; the device may still be at it.
+        """A training step has been started; the device may still be running it.
 
         Args:
             batch: The batch's number in the epoch, from 0.
-            logs: The running means of the epoch; reading one waits for the device.
+            logs: The running means of the epoch; reading a value waits for the device.
         """
         self.on_batch_end(batch, logs)
 
@@ -234,10 +237,10 @@ class Callback:
         """
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """`evaluate`, or a validation inside `fit`, is over.
+        """`evaluate`, or a validation inside `fit`, ends.
 
         Args:
-            logs: The means over the data; empty if `evaluate` broke off with an error.
+            logs: The means over the data; empty if `evaluate` raised an error.
         """
 
     def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
@@ -253,7 +256,7 @@ class Callback:
 
         Args:
             batch: The batch's number, from 0.
-            logs: The running means; reading one waits for the device.
+            logs: The running means; reading a value waits for the device.
         """
 
     def on_predict_begin(self, logs: Logs | None = None) -> None:
@@ -264,7 +267,7 @@ class Callback:
         """
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
-        """`predict` is over.
+        """`predict` ends.
 
         Args:
             logs: Empty.
@@ -279,7 +282,7 @@ class Callback:
         """
 
     def on_predict_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """The prediction of a batch has been started. It comes for every batch, with `steps_per_execution=k` too.
+        """The prediction of a batch has been started. It runs for every batch, even with `steps_per_execution=k`.
 
         Args:
             batch: The batch's number, from 0.
@@ -287,15 +290,15 @@ class Callback:
         """
 
     def on_save(self, step: int, logs: Logs | None = None) -> None:
-        """A checkpoint of the whole training has been written; training may be some steps further by now.
+        """A checkpoint of the whole training has been written; training may have taken more steps by then.
 
         Args:
-            step: The number of training steps that it is of.
+            step: The number of training steps at the checkpoint.
             logs: `"path"`: the checkpoint's folder.
         """
 
     def on_exception(self, exception: BaseException, logs: Logs | None = None) -> None:
-        """`fit`, `evaluate` or `predict` breaks off; its end hook follows.
+        """An exception ends `fit`, `evaluate` or `predict`; the end hook follows.
 
         Args:
             exception: The cause: an error, `KeyboardInterrupt`, or after SIGTERM `SystemExit`.
@@ -303,20 +306,20 @@ class Callback:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed `fit` needs: counters, the best so far. It is asked for between two steps.
+        """Return the state that a resumed `fit` needs: counters, the best value so far. Called between two steps.
 
-        A class that leaves this method alone has its attributes saved, as far as they change after `on_train_begin`.
+        If a class doesn't override this method, the attributes that change after `on_train_begin` are saved.
 
         Returns:
-            Numbers, strings, tensors and arrays, in lists and dicts; by default nothing. A callback that returns
-            nothing gets no call of `load_state_dict`.
+            Numbers, strings, tensors and arrays, in lists and dicts (default: an empty dict, for which
+            `load_state_dict` isn't called).
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: called after `on_train_begin`, and in the middle of an epoch after `on_epoch_begin`.
+        """Restore a state: called after `on_train_begin`, and in the middle of an epoch after `on_epoch_begin`.
 
-        With `loads_first` it is called before them.
+        With `loads_first` it is called before both.
 
         Args:
             state: The dict that `state_dict` returned; tuples have become lists.
@@ -324,10 +327,13 @@ class Callback:
 
 
 class RateCallback(Callback):
-    """A callback that sets the learning rate. It adds the epoch's rate to the epoch's logs, as Keras's do.
+    """A callback that sets the learning rate, and like Keras's adds the epoch's rate to the epoch's logs.
+
+    In `fit` the rate is in the logs before any callback gets them, so the order of callbacks doesn't matter.
 
     Attributes:
-        sets_each_step: True if it gives each step a rate of its own, whatever it was: of these `fit` takes only one.
+        sets_each_step: True if it sets every step's rate, whatever the rate was before; `fit` accepts only one such
+            callback.
     """
 
     reads_weights = False
@@ -336,4 +342,4 @@ class RateCallback(Callback):
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Add `learning_rate` to the logs; a subclass that sets the next epoch's rate does so afterwards."""
         if logs is not None:
-            cast("dict[str, Any]", logs)["learning_rate"] = self.model.learning_rate
+            cast("dict[str, Any]", logs).setdefault("learning_rate", self.model.learning_rate)

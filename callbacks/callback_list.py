@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ArgumentError, CallbackError
 from ..hosts import is_first
 from ..step import warn_of_uncalled_hooks
-from ..utils.counters import timing
+from ..utils.counters import time_function
 from ..utils.users_code import warn
 from .base import Callback, RateCallback, TrainedModel
 from .history import History
@@ -42,28 +42,28 @@ _Hook = Callable[..., object]
 
 
 class CallbackList(Callback):
-    """Callbacks in their order, each asked once which hooks it overrides, so that the others cost nothing.
+    """Callbacks in order. Each is asked once which hooks it overrides, so the other hooks cost nothing.
 
-    It has all hooks of `Callback` as methods, for a training loop of your own. Given to `fit`, it stands for its
-    callbacks, and gets no progress bar besides.
+    It has all hooks of `Callback` as methods, for your own training loop. `fit` accepts it in place of a list of
+    callbacks, and then adds no progress bar.
 
     Args:
-        callbacks: A callback, a list or tuple of them or of such lists, or None (default). An object of any class will
-            do that has at least one hook as a method.
+        callbacks: A callback, a list or tuple of callbacks, possibly nested, or None (default). A callback can be of
+            any class that has at least one hook as a method.
         add_history: Add a `History` if there is none (default False).
         add_progbar: Add a `ProgbarLogger` if there is none (default False).
         model: The callbacks' `self.model` (default: set by `set_model`).
-        params: The callbacks' `self.params`, one dict for all: `epochs=3, steps=10, verbose=1`.
+        params: The callbacks' `self.params`, one shared dict: `epochs=3, steps=10, verbose=1`.
 
     Attributes:
         callbacks: The callbacks, as a list.
-        measures: True if one of them wants the host's time to be measured (`Callback.measures_time`).
-        expose: Called before a hook of a callback that may look at the weights (`Callback.reads_weights`).
-        note_users_code: Called after a hook that has run code of the user's; with False if it runs at each batch.
+        measures: True if a callback measures the host's time (`Callback.measures_time`).
+        expose: Called before the hooks of callbacks that may read the weights (`Callback.reads_weights`).
+        note_users_code: Called after a hook has run the user's code; with False if the hook runs at each batch.
 
     Raises:
-        ArgumentError: One of them is not a callback; raised before any of their methods runs.
-        CallbackError: `set_params` or `set_model` of one raised.
+        ArgumentError: An object is not a callback; raised before any callback's methods run.
+        CallbackError: A callback's `set_params` or `set_model` raised an error.
 
     Example:
         >>> class Greeting(Callback):
@@ -86,7 +86,7 @@ class CallbackList(Callback):
         model: TrainedModel | None = None,
         **params: Any,
     ) -> None:
-        self.callbacks = [] if callbacks is None else _flat(callbacks)
+        self.callbacks = [] if callbacks is None else _flatten(callbacks)
         for callback in self.callbacks:
             _check(callback)
         for kind, wanted in ((History, add_history), (ProgbarLogger, add_progbar)):
@@ -94,7 +94,7 @@ class CallbackList(Callback):
                 self.callbacks.append(kind())
         self.expose: Callable[[], None] = lambda: None
         self.note_users_code: Callable[[bool], None] = lambda seldom: None
-        self._open: str | None = None  # the end hook of the training, evaluation or prediction under way
+        self._pending_end_hook: str | None = None  # of the current training, evaluation or prediction
         self._failed: object = None
         self.set_params(params)
         self.set_model(model)
@@ -106,49 +106,54 @@ class CallbackList(Callback):
             callback: The callback.
 
         Raises:
-            ArgumentError: It is none.
+            ArgumentError: It is not a callback.
         """
         _check(callback)
         self.callbacks.append(callback)
-        self._tell("set_params", self.params or None, callback)
-        self._tell("set_model", self.model, callback)
+        self._call_setter("set_params", self.params or None, callback)
+        self._call_setter("set_model", self.model, callback)
+        self._call_setter("set_callbacks", self.callbacks, *self.callbacks)
         self._listen()
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Give all callbacks the parameters of the run, if there are any."""
+        """Pass the run's parameters to all callbacks, if there are any."""
         self.params = params
-        self._tell("set_params", params or None, *self.callbacks)
+        self._call_setter("set_params", params or None, *self.callbacks)
 
     def set_model(self, model: TrainedModel | None) -> None:
-        """Give all callbacks the model, if there is one."""
+        """Pass each callback the model, if there is one, and the list of callbacks, if it has `set_callbacks`."""
         if model is not None:
             self.model = model
-        self._tell("set_model", model, *self.callbacks)
-        self._listen()  # only now: a callback may choose its hooks when it learns of the model
+        self._call_setter("set_model", model, *self.callbacks)
+        self._call_setter("set_callbacks", self.callbacks, *self.callbacks)
+        self._listen()  # not before: a callback may choose its hooks in set_model
 
-    def _tell(self, setter: str, value: object, *callbacks: object) -> None:
+    def _call_setter(self, setter: str, value: object, *callbacks: object) -> None:
         for callback in callbacks if value is not None else ():
             if hasattr(callback, setter):
                 self._run(callback, getattr(callback, setter), setter, value)
 
     def _listen(self) -> None:
         """Ask each callback which hooks it overrides."""
-        heard = [one for one in self.callbacks if is_first() or not getattr(one, "only_writes", False)]
+        active = [each for each in self.callbacks if is_first() or not getattr(each, "only_writes", False)]
         self._listeners: dict[str, list[tuple[object, _Hook]]] = {
-            hook: [(one, method) for one in heard if (method := _overridden(one, hook)) is not None] for hook in _HOOKS
+            hook: [(each, method) for each in active if (method := _find_override(each, hook)) is not None]
+            for hook in _HOOKS
         }
-        self._readers = {
+        self._hooks_of_readers = {
             hook
             for hook, listeners in self._listeners.items()
             if any(getattr(callback, "reads_weights", True) for callback, _ in listeners)
         }
-        self._users = {
-            hook for hook, listeners in self._listeners.items() if any(_is_users(one) for one, _ in listeners)
+        self._hooks_of_users = {
+            hook
+            for hook, listeners in self._listeners.items()
+            if any(_may_run_users_code(callback) for callback, _ in listeners)
         }
-        self._sets_rate = any(isinstance(one, RateCallback) for one in heard)
+        self._sets_rate = any(isinstance(callback, RateCallback) for callback in active)
         self.measures = any(getattr(callback, "measures_time", False) for callback in self.callbacks)
         if self.measures:
-            self.call = timing("callbacks", partial(CallbackList.call, self))  # type: ignore[method-assign]
+            self.call = time_function("callbacks", partial(CallbackList.call, self))  # type: ignore[method-assign]
 
     def __iter__(self) -> Iterator[object]:
         return iter(self.callbacks)
@@ -169,73 +174,74 @@ class CallbackList(Callback):
 
         Args:
             hook: The hook's name.
-            args: The epoch or batch, if it takes one, and the logs; left out, the logs are empty.
+            args: The epoch or batch, if the hook has that argument, and the logs (default: empty).
 
         Raises:
-            CallbackError: A callback raised. Its error is the `__cause__`. If the hook is the one that ends `fit`,
-                `evaluate` or `predict`, the callbacks after it are ended all the same.
+            CallbackError: A callback raised an error, which is the `__cause__`. If the hook ends `fit`, `evaluate` or
+                `predict`, the remaining callbacks still get it.
         """
-        if self._open is None:
-            self._open = _ENDS.get(hook)
+        if self._pending_end_hook is None:
+            self._pending_end_hook = _ENDS.get(hook)
         listeners = self._listeners[hook]
         if listeners:
-            if hook in self._readers:
+            if hook in self._hooks_of_readers:
                 self.expose()
             if len(args) == _HOOKS[hook]:
                 args = (*args, {})
             if hook == "on_epoch_end" and self._sets_rate and isinstance(args[1], dict):
-                args[1]["learning_rate"] = self.model.learning_rate  # also for callbacks before the one that sets it
+                args[1]["learning_rate"] = self.model.learning_rate  # for callbacks before the rate callback, too
             for position, (callback, method) in enumerate(listeners):
                 try:
                     self._run(callback, method, hook, *args)
                 except CallbackError:
-                    if hook == self._open:
-                        self._open = None
-                        self._end(hook, listeners[position + 1 :], {})
+                    if hook == self._pending_end_hook:
+                        self._pending_end_hook = None
+                        self._call_despite_errors(hook, listeners[position + 1 :], {})
                     raise
-            if hook in self._users:
+            if hook in self._hooks_of_users:
                 self.note_users_code(hook not in _EACH_BATCH)
-        if hook == self._open:
-            self._open = None
+        if hook == self._pending_end_hook:
+            self._pending_end_hook = None
 
     def close_after_error(self, error: BaseException) -> None:
-        """Call `on_exception` and `on_train_end` of all callbacks, but not of the one that raised.
+        """Call `on_exception` and `on_train_end` of all callbacks except the one that raised the error.
 
-        Outside of `fit` it is `on_test_end` or `on_predict_end`; their logs are empty. An error in one of these hooks
-        is a warning, so that it never hides the first error. If nothing had begun, or all is ended, nothing happens.
+        Outside `fit` the end hook is `on_test_end` or `on_predict_end`. The logs are empty. An error in one of these
+        hooks becomes a warning, so that it never hides the first error. Does nothing if no run had begun, or the run
+        has ended.
 
         Args:
             error: The error.
         """
-        hook = self._open
-        self._open = None
+        hook = self._pending_end_hook
+        self._pending_end_hook = None
         if hook is None:
             return
         failed = self._failed if isinstance(error, CallbackError) else None
         for name, args in (("on_exception", (error, {})), (hook, ({},))):
-            if name in self._readers:
+            if name in self._hooks_of_readers:
                 self.expose()
-            self._end(name, [pair for pair in self._listeners[name] if pair[0] is not failed], *args)
+            self._call_despite_errors(name, [pair for pair in self._listeners[name] if pair[0] is not failed], *args)
 
     def _run(self, callback: object, method: _Hook, hook: str, *args: Any) -> None:
         try:
             method(*args)
-        except Exception as error:  # not KeyboardInterrupt or SystemExit: these are no fault of the callback's
+        except Exception as error:  # not KeyboardInterrupt or SystemExit, which the callback didn't cause
             self._failed = callback
-            if _ends_a_trial(error):
+            if _is_pruned_trial(error):
                 raise
-            raise CallbackError(_says(callback, hook, error)) from error
+            raise CallbackError(_describe_error(callback, hook, error)) from error
 
-    def _end(self, hook: str, listeners: list[tuple[object, _Hook]], *args: Any) -> None:
+    def _call_despite_errors(self, hook: str, listeners: list[tuple[object, _Hook]], *args: Any) -> None:
         for callback, method in listeners:
             try:
                 method(*args)
             except Exception as error:
-                with contextlib.suppress(Warning):  # where warnings are errors, the first error still comes first
-                    warn(f"while ending after an error, {_says(callback, hook, error)}")
+                with contextlib.suppress(Warning):  # where warnings are errors, the first error must still be raised
+                    warn(f"while ending after an error, {_describe_error(callback, hook, error)}")
 
 
-def _forwarding(hook: str) -> _Hook:
+def _make_forwarder(hook: str) -> _Hook:
     def forward(self: CallbackList, *args: Any, **named: Any) -> None:
         self.call(hook, *(arg for arg in (*args, *named.values()) if arg is not None))
 
@@ -243,15 +249,15 @@ def _forwarding(hook: str) -> _Hook:
     return forward
 
 
-# As methods, all hooks do the same.
+# Every hook, called as a method, forwards to `call`.
 for _hook in _HOOKS:
     for _name in filter(None, (_hook, _ALIASES.get(_hook))):
-        setattr(CallbackList, _name, _forwarding(_hook))
+        setattr(CallbackList, _name, _make_forwarder(_hook))
 
 
-def _flat(callbacks: object) -> list[object]:
+def _flatten(callbacks: object) -> list[object]:
     inner = callbacks.callbacks if isinstance(callbacks, CallbackList) else callbacks
-    return [one for part in inner for one in _flat(part)] if isinstance(inner, (list, tuple)) else [inner]
+    return [callback for part in inner for callback in _flatten(part)] if isinstance(inner, (list, tuple)) else [inner]
 
 
 def _check(callback: object) -> None:
@@ -264,7 +270,8 @@ def _check(callback: object) -> None:
             f"callbacks must be Callback objects, or have hooks such as on_epoch_end as methods, got {callback!r} of "
             f"type {type(callback).__name__}"
         )
-    library = next((kind.__module__.partition(".")[0] for kind in type(callback).__mro__ if _is_lightnings(kind)), "")
+    libraries = (base.__module__.partition(".")[0] for base in type(callback).__mro__ if _is_from_lightning(base))
+    library = next(libraries, "")
     if library:
         raise ArgumentError(
             f"{type(callback).__name__} is a callback of {library}, whose hooks take a trainer: derive it from "
@@ -273,18 +280,18 @@ def _check(callback: object) -> None:
     warn_of_uncalled_hooks(type(callback), Callback if isinstance(callback, Callback) else object)
 
 
-def _is_lightnings(kind: type) -> bool:
+def _is_from_lightning(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
-def _is_users(callback: object) -> bool:
-    """True if a callback may change what a step's Python reads. One that only writes isn't called on every host."""
+def _may_run_users_code(callback: object) -> bool:
+    """True if a callback may change values that a step's Python reads; `only_writes` hooks don't run on every host."""
     ours = type(callback).__module__.startswith(f"{__package__}.") and not getattr(callback, "reads_weights", True)
     return not ours and not getattr(callback, "only_writes", False)
 
 
-def _overridden(callback: object, hook: str) -> _Hook | None:
-    """The callback's own method for a hook, or None if it leaves it as `Callback` has it."""
+def _find_override(callback: object, hook: str) -> _Hook | None:
+    """Return the callback's method for a hook, or None if the callback doesn't override it."""
     for name in (hook, _ALIASES.get(hook)):
         method = getattr(callback, name, None) if name else None
         if callable(method) and getattr(method, "__func__", None) is not getattr(Callback, name or hook):
@@ -292,10 +299,10 @@ def _overridden(callback: object, hook: str) -> _Hook | None:
     return None
 
 
-def _ends_a_trial(error: Exception) -> bool:
-    """True for Optuna's word that a trial is hopeless, which its study waits for: no error."""
+def _is_pruned_trial(error: Exception) -> bool:
+    """True for the exception by which Optuna prunes a trial: its study catches it, so it isn't an error."""
     return type(error).__name__ == "TrialPruned" and type(error).__module__.startswith("optuna.")
 
 
-def _says(callback: object, hook: str, error: Exception) -> str:
+def _describe_error(callback: object, hook: str, error: Exception) -> str:
     return f"{type(callback).__name__}.{hook} raised {type(error).__name__}: {error}"

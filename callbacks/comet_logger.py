@@ -1,4 +1,4 @@
-"""`CometLogger`: a training as an experiment of Comet."""
+"""`CometLogger`: logs a training as a Comet experiment."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 import numpy as np
 
 from ..errors import TrackerError
-from .tracker_callback import TrackerCallback, in_short, require_reachable
+from .tracker_callback import TrackerCallback, first_line, require_reachable
 
 
 class CometLogger(TrackerCallback):
     """Sends a training to Comet: hyperparameters, the logs of each epoch, pictures and checkpoints.
 
-    The object is one experiment: each `fit` with it goes on in that experiment, and so does a training that is resumed.
-    An experiment that `comet_ml.start` has begun is used, and left open. Logs are by training steps; `epoch` is among
-    them, from 0. On a pod only the first host writes. Comet asks to be imported before torch, to see more by itself;
-    this callback doesn't need it to.
+    One object is one experiment: each `fit` with it continues the experiment, and so does a resumed training. An
+    experiment that `comet_ml.start` has started is used, and stays open. Logs are by training steps, and include
+    `epoch`, from 0. On a pod only the first host writes. For its automatic logging Comet wants to be imported before
+    torch; this callback doesn't need that.
 
     Args:
-        project: The project (default: Comet's own).
-        name: The experiment's name (default: Comet makes one).
-        config: Hyperparameters by name, beside those that the model and its optimizer tell (default: none).
+        project: The project (default: Comet's default).
+        name: The experiment's name (default: chosen by Comet).
+        config: Hyperparameters by name, in addition to the model's and its optimizer's (default: none).
         online: False writes an archive, for `comet upload` later (default True).
-        offline_directory: The folder of that archive (default: Comet's own).
-        update_freq: `"epoch"` (default), `"batch"`, or a number of batches after which to log the running means of
-            the epoch as well, as `batch_loss`. Each time waits for the device.
-        log_checkpoints: True to send each checkpoint that a `ModelCheckpoint` writes into a run directory, as the
-            model `step-0000000010` (default False).
+        offline_directory: The archive's folder (default: Comet's default).
+        update_freq: `"epoch"` (default), `"batch"`, or a number of batches after which to log the epoch's running
+            means, too, as `batch_loss`. Each of these logs waits for the device.
+        log_checkpoints: True uploads each checkpoint that a `ModelCheckpoint` writes to a run directory, as the model
+            `step-0000000010` (default False).
         start: Further arguments of `comet_ml.start`: `workspace`, `api_key`, ...
 
     Raises:
@@ -60,27 +60,27 @@ class CometLogger(TrackerCallback):
         self.online = online
         self._start = {"project_name": project, "online": online, **start}
         self._settings: dict[str, Any] = {"offline_directory": offline_directory, "name": name}
-        self._owned = True
+        self._owns_run = True
         self._experiment: Any = None
         self._copies: list[TemporaryDirectory[str]] = []
 
     def open_run(self, run_id: str | None) -> str:
-        """Begin an experiment, or go on with one; see `TrackerCallback`."""
+        """Start or continue an experiment; see `TrackerCallback`."""
         comet_ml = self.library
         running = comet_ml.get_running_experiment()
-        self._owned = running is None or running.ended
-        if not self._owned:
+        self._owns_run = running is None or running.ended
+        if not self._owns_run:
             self._experiment = running
             return str(running.get_key())
         offline = "online=False writes an archive, for `comet upload` later"
         if self.online:
             require_reachable(comet_ml.config.get_backend_address(), "Comet", offline)
-        again = {} if run_id is None else {"experiment_key": run_id, "mode": "get"}
+        resume_options = {} if run_id is None else {"experiment_key": run_id, "mode": "get"}
         settings = comet_ml.ExperimentConfig(**self._settings)
         try:
-            self._experiment = comet_ml.start(experiment_config=settings, **{**self._start, **again})
+            self._experiment = comet_ml.start(experiment_config=settings, **{**self._start, **resume_options})
         except (ValueError, comet_ml.exceptions.CometException) as error:
-            raise TrackerError(f"Comet begins no experiment: {in_short(error)}. {offline}") from error
+            raise TrackerError(f"Comet can't start an experiment: {first_line(error)}. {offline}") from error
         return str(self._experiment.get_key())
 
     def write_config(self, values: Mapping[str, Any]) -> None:
@@ -103,10 +103,10 @@ class CometLogger(TrackerCallback):
         self._experiment.log_model(name, str(files), prepend_folder_name=False)
 
     def close_run(self, failed: bool) -> None:
-        """End the experiment, unless it is the user's own."""
+        """End the experiment, unless the user started it."""
         experiment = self._experiment
         self._experiment = None
-        if self._owned:
+        if self._owns_run:
             experiment.end()  # waits until all is sent
             for copy in self._copies:
                 copy.cleanup()

@@ -1,4 +1,4 @@
-"""`CSVLogger`: the logs of every epoch as rows of a CSV file."""
+"""`CSVLogger`: writes the logs of every epoch to a CSV file."""
 
 import os
 from collections.abc import Mapping
@@ -6,28 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
+from ..utils.failed_writes import FailedWrites
 from ..utils.files import require_replaceable
 from ..utils.urls import is_url
 from ..utils.users_code import warn
 from ._support.csv_table import CSVFile
-from ._support.failed_writes import FailedWrites
 from .base import Callback, Logs
 
 
 class CSVLogger(Callback):
     """Writes a row for each epoch into a CSV file: `epoch`, from 0, and the logs by name.
 
-    A log that an epoch lacks, such as `val_loss` without a validation, is `NA`. An array becomes `[a, b]`. A
-    training that is resumed goes on in its file, and has each epoch once. A full disk is a warning: the row is written
-    with the next one. The third in a row is an error.
+    A log that is missing in an epoch, such as `val_loss` without a validation, is `NA`. An array becomes `[a, b]`. A
+    resumed training continues its file, with each epoch once. If the disk is full, a warning says so, and the row is
+    written with the next row; the third failure in a row is an error.
 
     Args:
         filename: The file, e.g. `"run/log.csv"`, or its URL (`"gs://..."`). Missing folders are made.
         separator: The character between two values (default `","`).
-        append: Let each `fit` add to a file that is there, under one row of names (default False: it is replaced).
+        append: Each `fit` appends to an existing file, under the same header (default False: it replaces the file).
 
     Raises:
-        ArgumentError: A separator of another length, or a folder, a device or a pipe for the file.
+        ArgumentError: The separator isn't one character, or `filename` is a folder, a device or a pipe.
 
     Example:
         >>> import pathlib, tempfile
@@ -43,7 +43,7 @@ class CSVLogger(Callback):
 
     reads_weights = False
     only_writes = True
-    loads_first = True  # the file is opened when an epoch begins, and then it must be known what stays in it
+    loads_first = True  # the file is opened when an epoch begins, when the rows to keep must be known
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         if not isinstance(separator, str) or len(separator) != 1:
@@ -59,44 +59,44 @@ class CSVLogger(Callback):
         self.sep = separator
         self.append = append
         self._table: CSVFile | None = None
-        self._first_row = 0  # of this training; those before it are of earlier ones
+        self._first_row = 0  # of this training; earlier rows are from earlier trainings
         self._resumes = False
-        self._failed = FailedWrites()
+        self._failed_writes = FailedWrites()
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Forget the file of the training before. It is opened when an epoch begins."""
+        """Forget the previous training's file. The file is opened when an epoch begins."""
         self._table = None
-        self._failed = FailedWrites()
+        self._failed_writes = FailedWrites()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Open the file, if it is the first epoch."""
+        """Open the file, in the first epoch."""
         self._open(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Add a row."""
         table = self._open(epoch)
-        with self._failed.tolerated(self.filename):
+        with self._failed_writes.tolerate(self.filename):
             table.add({"epoch": epoch, **dict(sorted((logs or {}).items()))})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Write the rows that wait for room on the disk."""
+        """Write the rows that are pending because the disk was full."""
         self._resumes = False
-        if self._table is not None and self._table.waiting:
+        if self._table is not None and self._table.pending:
             try:
                 self._table.flush()
             except OSError as error:
-                epochs = ", ".join(str(row["epoch"]) for row in self._table.waiting)
+                epochs = ", ".join(str(row["epoch"]) for row in self._table.pending)
                 warn(f"{self.filename} lacks the rows of epochs {epochs}, which can't be written: {error}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The first of the training's rows."""
+        """Return the index of the training's first row."""
         return {"first_row": self._first_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the file of a training that is resumed, with its next epoch.
+        """Continue a resumed training's file with its next epoch.
 
         Args:
-            state: The dict that `state_dict` returned; before the first epoch begins.
+            state: The dict that `state_dict` returned; call it before the first epoch begins.
         """
         self._first_row = state["first_row"]
         self._resumes = True

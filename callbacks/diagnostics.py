@@ -1,15 +1,15 @@
-"""`Diagnostics`: names the causes of a slow `fit` at its end, if there are any."""
+"""`Diagnostics`: reports the causes of a slow `fit` when it ends."""
 
 from ..utils.terminal import say
 from .base import Callback, Logs
 
 
 class Diagnostics(Callback):
-    """Measures the host's time, and at the end of `fit` says what made it slow, and what to do about it.
+    """Measures the host's time, and at the end of `fit` reports what made it slow, and what to do about it.
 
-    It prints nothing if nothing did. `model.report()` has all that it measured: why each graph was compiled, the lines
-    where steps were traced, read a value or ran on the host, and the time of everything. It never waits for the device,
-    and takes a few microseconds a step.
+    It prints nothing if `fit` wasn't slow. `model.report()` has all measurements: why each graph was compiled, the
+    lines where steps were traced, read a value or ran on the host, and the time of everything. It never waits for the
+    device, and takes a few microseconds per step.
 
     Args:
         verbose: Print the whole report at the end, with hints (default False).
@@ -31,7 +31,7 @@ class Diagnostics(Callback):
         self._verbose = verbose
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Print the problems; after an error there is only the error."""
+        """Print the problems; after an error print nothing."""
         if not logs:
             return
         report = self.model.report()

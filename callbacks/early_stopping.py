@@ -1,10 +1,10 @@
-"""`EarlyStopping`: ends training when a log stops getting better."""
+"""`EarlyStopping`: ends training when a log stops improving."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from ..step import explaining
+from ..step import explain_arguments
 from ..utils.terminal import say
 from .base import Logs
 from .monitor_callback import MonitorCallback
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(MonitorCallback):
-    """Ends training when a log has stopped getting better.
+    """Ends training when a log has stopped improving.
 
-    An object may be used for several calls of `fit`; each forgets the one before.
+    An object may be used for several calls of `fit`; each call starts afresh.
 
     Args:
-        monitor: The log to follow (default `"val_loss"`). If it is missing, a warning lists the logs that there are.
+        monitor: The log to monitor (default `"val_loss"`). If it is missing, a warning lists the available logs.
         min_delta: The least change that counts as better (default 0).
-        patience: Epochs in a row without a better value after which training ends (default 0, which like 1 ends it at
-            the first).
-        verbose: 1 says when it stops and restores; 0 (default) says nothing.
-        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if neither does, an
-            error asks).
-        baseline: A value that must be beaten too: while it isn't, patience runs out even if the log gets better
-            (default: none).
-        restore_best_weights: Let `fit` end with the weights of the best epoch, however training ended (default False).
-            The weights are then copied to the host each time the log is better.
-        start_from_epoch: The number of epochs at the start that don't count (default 0).
+        patience: The number of epochs in a row without an improvement after which training ends (default 0, which like
+            1 ends it at the first).
+        verbose: 1 prints a line when it stops training and restores weights; 0 (default) prints nothing.
+        mode: `"min"`, `"max"` or `"auto"` (default: decided by the metric, else by the log's name; if neither decides,
+            `fit` raises an error).
+        baseline: A value that must be beaten, too: until it is, patience runs out even if the log improves (default:
+            none).
+        restore_best_weights: End `fit` with the best epoch's weights, however training ended (default False). The
+            weights are copied to the host at each improvement.
+        start_from_epoch: The number of epochs at the start to ignore (default 0).
 
     Attributes:
-        stopped_epoch: The epoch (from 0) after which it ended training; 0 if it didn't.
+        stopped_epoch: The epoch (from 0) after which this callback ended training; 0 if it didn't.
         best: The best value so far, or None.
         best_epoch: The best value's epoch, from 0.
-        best_weights: The best epoch's weights, if they are to be restored.
-        wait: Epochs in a row without a better value.
+        best_weights: The best epoch's weights, with `restore_best_weights`.
+        wait: Epochs in a row without an improvement.
 
     Raises:
         ArgumentError: An unknown mode, or a negative number of epochs.
@@ -56,7 +56,7 @@ class EarlyStopping(MonitorCallback):
     Source: `keras.callbacks.EarlyStopping`.
     """
 
-    @explaining
+    @explain_arguments
     def __init__(
         self,
         monitor: str = "val_loss",
@@ -82,37 +82,37 @@ class EarlyStopping(MonitorCallback):
 
     @property
     def baseline(self) -> float | None:
-        """The value that must be beaten too, or None."""
-        return self._followed.baseline
+        """The value that must be beaten, too, or None."""
+        return self._monitor.baseline
 
     @baseline.setter
     def baseline(self, value: float | None) -> None:
-        self._followed.baseline = value
+        self._monitor.baseline = value
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Forget the training before."""
+        """Forget the previous training."""
         self.stopped_epoch = self.best_epoch = 0
         self.best_weights = None
-        self._followed.reset()
+        self._monitor.reset()
         self._set_monitor_op()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Look at the log, and end training if patience has run out."""
+        """Check the log, and end training if patience has run out."""
         value = self.get_monitor_value(logs)
         if value is None or epoch < self.start_from_epoch:
             return
-        # The first epoch looked at is kept even if its value is NaN: there are no others to go back to.
-        if self._followed.observe(value) or (self.restore_best_weights and self.best_weights is None):
+        # The first epoch's weights are kept even if its value is NaN: there are no others to restore.
+        if self._monitor.observe(value) or (self.restore_best_weights and self.best_weights is None):
             self.best_epoch = epoch
             if self.restore_best_weights:
                 self.best_weights = self.model.state_dict()
         out = self.wait >= max(self.patience, 1) and epoch > 0
-        self.stopped_epoch = epoch if out else 0  # with `min_epochs` training may go on
+        self.stopped_epoch = epoch if out else 0  # with `min_epochs` training may continue
         if out:
             self.model.stop_training = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Restore the best weights, if asked to."""
+        """Restore the best weights, with `restore_best_weights`."""
         if self.stopped_epoch and self.verbose:
             say(f"Epoch {self.stopped_epoch + 1}: early stopping")
         if self.restore_best_weights and self.best_weights is not None:
@@ -121,21 +121,21 @@ class EarlyStopping(MonitorCallback):
             self.model.load_state_dict(self.best_weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far: numbers, and under `"best_weights"` host tensors by name, or None."""
+        """Return the best value and epoch so far, and under `"best_weights"` host tensors by name, or None."""
         return {
-            **self._followed.state_dict(),
+            **self._monitor.state_dict(),
             "best_epoch": self.best_epoch,
             "stopped_epoch": self.stopped_epoch,
             "best_weights": self.best_weights,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Restore a state.
 
         Args:
-            state: The dict that `state_dict` returned; after `on_train_begin`, which forgets everything.
+            state: The dict that `state_dict` returned; call it after `on_train_begin`, which forgets everything.
         """
-        self._followed.load_state_dict(state)
+        self._monitor.load_state_dict(state)
         self.best_epoch = state["best_epoch"]
         self.stopped_epoch = state["stopped_epoch"]
         weights = state["best_weights"]

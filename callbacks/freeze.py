@@ -1,10 +1,10 @@
-"""`Freeze`: keeps parameters as they are, for some epochs."""
+"""`Freeze`: freezes parameters for some epochs."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from ..errors import ArgumentError, few, require_whole
+from ..errors import ArgumentError, join_few, require_whole
 from .base import Callback, Logs
 
 if TYPE_CHECKING:
@@ -12,21 +12,23 @@ if TYPE_CHECKING:
 
 
 class Freeze(Callback):
-    """Keeps parameters as they are, in all epochs or some: they get no gradient, and the step computes none for them.
+    """Freezes parameters in all epochs or some: they get no gradient, and the step computes none for them.
 
-    The step is compiled once more when they begin to learn or end to, and not again when they go back. At the end of
-    `fit` they learn as before. A layer in eval mode when `fit` began stays in it while it is frozen; otherwise
-    batch norms go on counting, as in PyTorch.
+    The step is compiled once more when the parameters are first frozen or unfrozen, and not again on later changes:
+    once for each batch shape, and `fit(last_batch="pad")` and `"drop"` have only one. A step in which all layers learn
+    takes longer to compile than a step in which few do. After `fit` the parameters learn as before. A layer that was in
+    eval mode when `fit` began stays in it while frozen; other batch norms still update their running statistics, as in
+    PyTorch.
 
     Args:
-        layers: A pattern of names of modules or parameters, such as `"encoder"` or `"layers.[0-5].*"`, or several.
-        until: The epoch, from 0, in which they begin to learn (default: they don't).
-        since: The epoch, from 0, in which they end to (default 0).
+        layers: One or several patterns of names of modules or parameters, such as `"encoder"` or `"layers.[0-5].*"`.
+        until: The epoch, from 0, that unfreezes the parameters (default: none).
+        since: The epoch, from 0, that freezes them (default 0).
 
     Raises:
-        ArgumentError: A value is of the wrong kind; or, as training begins, a pattern matches nothing.
+        ArgumentError: An argument has a wrong type or value; or, when training begins, a pattern matches nothing.
 
-    Example: the head learns alone for two epochs, and then all layers.
+    Example: for two epochs only the head learns, then all layers do.
         >>> callback = Freeze("encoder", until=2)
 
     Source: `BackboneFinetuning` of Lightning; `freeze` of fastai.
@@ -42,29 +44,31 @@ class Freeze(Callback):
         self.layers = list(patterns)
         self.until = until
         self.since = since
-        self._own: list[nn.Parameter] = []
+        self._parameters: list[nn.Parameter] = []
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Find the parameters that learn until now."""
+        """Find the parameters to freeze that aren't frozen yet."""
         named = dict(self.model.module.named_parameters())
         for pattern in self.layers:
             if not any(_matches(name, pattern) for name in named):
                 kind = type(self.model.module).__name__
-                raise ArgumentError(f"Freeze: {kind} has no parameter of {pattern!r}; it has {few([*named]) or 'none'}")
+                raise ArgumentError(
+                    f"Freeze: {kind} has no parameter of {pattern!r}; it has {join_few([*named]) or 'none'}"
+                )
         chosen = [p for name, p in named.items() if any(_matches(name, pattern) for pattern in self.layers)]
-        self._own = [p for p in chosen if p.requires_grad]
+        self._parameters = [p for p in chosen if p.requires_grad]
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Let them learn, or not."""
+        """Freeze or unfreeze the parameters."""
         frozen = epoch >= self.since and (self.until is None or epoch < self.until)
-        for parameter in self._own:
+        for parameter in self._parameters:
             parameter.requires_grad_(not frozen)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Let them learn as before."""
-        for parameter in self._own:
+        """Unfreeze the parameters."""
+        for parameter in self._parameters:
             parameter.requires_grad_(True)
-        self._own = []
+        self._parameters = []
 
 
 def _matches(name: str, pattern: str) -> bool:

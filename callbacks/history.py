@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import plots
-from ..errors import counted
+from ..errors import say_count
 from ._support.scalars import as_scalar
 from .base import Callback, Logs
 
@@ -19,7 +19,7 @@ class History(Callback):
     """Keeps the logs of every epoch. `fit` makes one and returns it.
 
     Attributes:
-        history: For each log a list of its values, one an epoch; `val_*` has fewer if not every epoch was validated.
+        history: For each log a list of its values, one per epoch; `val_*` has fewer if not every epoch validated.
         epoch: The epochs' numbers, from 0.
 
     Example:
@@ -37,17 +37,20 @@ class History(Callback):
     def __init__(self) -> None:
         self.epoch: list[int] = []
         self.history: dict[str, list[Any]] = {}
-        self._epochs: dict[str, list[int]] = {}  # those that each log's values are of
+        self._epochs: dict[str, list[int]] = {}  # of each log's values
 
     def __repr__(self) -> str:
-        logs = ", ".join(f"{name} {_short(values[-1])}" for name, values in self.history.items())
-        return f"History({counted(len(self.epoch), 'epoch')}{': ' * bool(logs)}{logs})"
+        logs = ", ".join(f"{name} {_format(self.history[name][-1])}" for name in self._scalar_names())
+        return f"History({say_count(len(self.epoch), 'epoch')}{': ' * bool(logs)}{logs})"
 
     def _repr_html_(self) -> str:
-        """A table of the epochs, for a notebook."""
-        at = {name: dict(zip(self._epochs[name], values, strict=True)) for name, values in self.history.items()}
-        rows = [["epoch", *map(escape, at)]]
-        rows += [[str(epoch + 1), *(_short(own.get(epoch, "")) for own in at.values())] for epoch in self.epoch]
+        """Return a table of the epochs, for a notebook."""
+        by_epoch = {
+            name: dict(zip(self._epochs[name], self.history[name], strict=True)) for name in self._scalar_names()
+        }
+        rows = [["epoch", *map(escape, by_epoch)]]
+        for epoch in self.epoch:
+            rows.append([str(epoch + 1), *(_format(values.get(epoch, "")) for values in by_epoch.values())])
         lines = ("".join(f"<td>{cell}</td>" for cell in row) for row in rows)
         return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
@@ -59,9 +62,9 @@ class History(Callback):
             self._epochs.setdefault(name, []).append(epoch)
 
     def plot(self) -> Figure:
-        """Draw a line for each log over the epochs, from 1, validation beside training.
+        """Draw a line for each log over the epochs, from 1, with training and validation in one chart.
 
-        A log with more than a number an epoch is left out.
+        Logs with more than one number per epoch are omitted.
 
         Returns:
             Matplotlib's `Figure`: `history.plot().savefig("history.png")`.
@@ -71,14 +74,17 @@ class History(Callback):
             ArgumentError: There are no logs.
         """
         lines = {}
-        for name, values in self.history.items():
-            numbers = [number for value in values if (number := as_scalar(value)) is not None]
-            if len(numbers) == len(values):
-                lines[name] = ([epoch + 1 for epoch in self._epochs[name]], numbers)
+        for name in self._scalar_names():
+            numbers = [number for value in self.history[name] if (number := as_scalar(value)) is not None]
+            lines[name] = ([epoch + 1 for epoch in self._epochs[name]], numbers)
         return plots.curves(lines)
 
+    def _scalar_names(self) -> list[str]:
+        """List the logs with one number per epoch."""
+        return [name for name, values in self.history.items() if all(as_scalar(value) is not None for value in values)]
+
     def state_dict(self) -> dict[str, Any]:
-        """The logs of the epochs so far, as lists."""
+        """Return the logs of the epochs so far, as lists."""
         return {
             "epoch": list(self.epoch),
             "history": {name: _as_numbers(values) for name, values in self.history.items()},
@@ -86,7 +92,7 @@ class History(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Restore a state.
 
         Args:
             state: The dict that `state_dict` returned.
@@ -96,10 +102,10 @@ class History(Callback):
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
 
 
-def _short(value: Any) -> str:
+def _format(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else escape(str(value))
 
 
 def _as_numbers(values: list[Any]) -> list[Any]:
-    """Values with lists for arrays, for JSON."""
+    """Replace arrays by lists, for JSON."""
     return [value.tolist() if hasattr(value, "tolist") else value for value in values]

@@ -10,11 +10,11 @@ _Hook = Callable[..., object]
 
 
 class LambdaCallback(Callback):
-    """A callback made of functions, where a class isn't worth it.
+    """A callback made of functions, where a class would be too much.
 
     Args:
-        on_epoch_begin: Called as the hook of that name, with its arguments in their order: `(epoch, logs)`. So are the
-            others. None (default) is a hook that costs nothing.
+        on_epoch_begin: Called with the arguments of the hook of that name: `(epoch, logs)`. Likewise for the other
+            arguments. None (default) costs nothing.
         on_epoch_end: `(epoch, logs)`.
         on_train_begin: `(logs)`.
         on_train_end: `(logs)`.
@@ -23,8 +23,8 @@ class LambdaCallback(Callback):
         kwargs: Any other hook of `Callback` by its name, and any other attribute, such as `reads_weights=False`.
 
     Raises:
-        UnknownNameError: A name that begins with `on_` and is no hook.
-        ArgumentError: A hook that is no function.
+        UnknownNameError: A name that begins with `on_` and isn't a hook.
+        ArgumentError: A hook isn't a function.
 
     Example:
         >>> printing = LambdaCallback(on_epoch_end=lambda epoch, logs: print(epoch, logs["loss"]))

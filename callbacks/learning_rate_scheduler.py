@@ -1,4 +1,4 @@
-"""`LearningRateScheduler`: a function that gives each epoch its rate."""
+"""`LearningRateScheduler`: a function that returns each epoch's learning rate."""
 
 import inspect
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from .base import Logs, RateCallback
 
 
 class LearningRateScheduler(RateCallback):
-    """Asks a function for the learning rate of each epoch.
+    """Sets each epoch's learning rate to a function's result.
 
-    Epoch logs get a `learning_rate`, as in Keras. The rate is the actual one: it is not scaled by the cores.
+    Epoch logs get a `learning_rate`, as in Keras. The rate is the actual rate: it is not scaled by the number of cores.
 
     Args:
-        schedule: Called with the epoch's number, from 0, and the current rate (or with the number alone, if it takes
-            one argument); it returns the rate. With several groups the first gets it, and the others theirs in
-            proportion.
-        verbose: 1 says each epoch's rate; 0 (default) says nothing.
+        schedule: Called with the epoch's number, from 0, and the current rate (or only the number, if it has one
+            argument); returns the rate. With several parameter groups, the first gets this rate, and the others keep
+            their proportions to it.
+        verbose: 1 prints each epoch's rate; 0 (default) prints nothing.
 
     Raises:
-        ArgumentError: `schedule` is no function; or, in training, it returned no number.
+        ArgumentError: `schedule` isn't a function; or, in training, it didn't return a number.
 
     Example:
         >>> from types import SimpleNamespace
@@ -41,7 +41,7 @@ class LearningRateScheduler(RateCallback):
             raise ArgumentError(f"schedule must be a function of (epoch, lr), got {schedule!r}")
         self.schedule = schedule
         self.verbose = verbose
-        self._takes_rate = _takes_two(schedule)
+        self._takes_rate = _takes_two_arguments(schedule)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Set the epoch's rate."""
@@ -53,11 +53,11 @@ class LearningRateScheduler(RateCallback):
             say(f"Epoch {epoch + 1}: learning rate {float(rate):g}")
 
 
-def _takes_two(schedule: Callable[..., float]) -> bool:
+def _takes_two_arguments(schedule: Callable[..., float]) -> bool:
     try:
         inspect.signature(schedule).bind(0, 0.1)
     except TypeError:
         return False
-    except ValueError:  # written in C, and says nothing of its arguments
+    except ValueError:  # written in C, without a signature
         return True
     return True

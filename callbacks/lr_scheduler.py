@@ -1,4 +1,4 @@
-"""`LRScheduler`: a schedule by name, or any of `torch.optim.lr_scheduler`."""
+"""`LRScheduler`: a schedule by name, or any scheduler of `torch.optim.lr_scheduler`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, require_whole
-from ..optimizers import begin_from_peak, note_scheduled
+from ..optimizers import begin_from_peak, find_rated, note_scheduled
 from ._support.monitor import Monitor
 from ._support.schedules import NAMES, NamedSchedule
 from .base import Logs, RateCallback
@@ -17,38 +17,39 @@ if TYPE_CHECKING:
 
 
 class LRScheduler(RateCallback):
-    """Lets a schedule set the rates: one by name over the whole training, or any of `torch.optim.lr_scheduler`.
+    """Sets the rates by a schedule: a name for the whole training, or any scheduler of `torch.optim.lr_scheduler`.
 
-    It begins when training does, and so starts from the rate that the cores have scaled. The rates that it sets are
-    actual ones; those of several groups keep their proportions. Epoch logs get a `learning_rate`.
+    It begins when training does, so it starts from the rate already scaled by the number of cores. It sets actual
+    rates; several parameter groups keep their proportions. Epoch logs get a `learning_rate`.
 
-    A schedule by name gives each step of the optimizer its rate, and knows how many there will be. It rises to the
-    rate of `compile`, and falls: `"linear"`ly or as half a `"cosine"` until the end, as the `"inverse_sqrt"` of the
-    steps, in a last phase only (`"wsd"`: warm-up, stable, decay), or never (`"constant"`). Each `fit` begins a new one.
+    A named schedule sets the rate of each optimizer step, and knows the total number of steps. The rate rises to
+    `compile`'s rate, then falls: `"linear"`ly or as half a `"cosine"` until the end, as the `"inverse_sqrt"` of the
+    steps, in a last phase only (`"wsd"`: warm-up, stable, decay), or never (`"constant"`). Each `fit` begins a new
+    schedule.
 
     Args:
-        scheduler: `"linear"`, `"cosine"`, `"constant"`, `"inverse_sqrt"` or `"wsd"`. Or a function of the optimizer
-            that makes a scheduler of PyTorch's, e.g. a `functools.partial` of its class; or one made already, of the
-            very optimizer given to `compile`, whose rates the cores must not have scaled: `compile(scale_lr=None)`.
-            Used for a second `fit`, a scheduler of PyTorch's goes on where it was.
-        interval: When a scheduler of PyTorch's takes its step: `"epoch"` (default), after each epoch; or `"step"`: a
-            rate for each step of the optimizer, also of steps that run as one graph. With `accumulate_steps=n` that
-            is after n batches, and at the epoch's end.
-        monitor: The log that `torch.optim.lr_scheduler.ReduceLROnPlateau` follows (default `"val_loss"`).
-        warmup: Of a schedule by name: the steps in which the rate rises evenly from almost 0, or as a float their share
-            of all (default 0: none).
-        floor: Of a schedule by name: the share of the peak below which the rate doesn't fall (default 0).
-        decay: Of `"wsd"`: the steps of the last phase, in which the rate falls evenly, or as a float their share of all
-            (default 0.2).
-        total_steps: Of a schedule by name: the number of the optimizer's steps (default: those of all epochs of this
-            `fit`). It must be given where the number of batches isn't known before.
+        scheduler: `"linear"`, `"cosine"`, `"constant"`, `"inverse_sqrt"` or `"wsd"`. Or a function that takes the
+            optimizer and returns a PyTorch scheduler, e.g. a `functools.partial` of its class. Or a PyTorch scheduler
+            of the very optimizer passed to `compile`, whose rates must not be scaled by the number of cores:
+            `compile(scale_lr=None)`. In a second `fit`, a PyTorch scheduler continues from its last step.
+        interval: When a PyTorch scheduler steps: `"epoch"` (default), after each epoch; or `"step"`, for each optimizer
+            step, even of steps that run as one graph. With `accumulate_steps=n` that is after n batches, and at the
+            epoch's end.
+        monitor: The log that `torch.optim.lr_scheduler.ReduceLROnPlateau` monitors (default `"val_loss"`).
+        warmup: For a named schedule: the number of steps in which the rate rises linearly from almost 0, or as a float
+            their share of all steps (default 0: none).
+        floor: For a named schedule: the lowest rate, as a share of the peak (default 0).
+        decay: For `"wsd"`: the number of steps in the last phase, in which the rate falls linearly, or as a float their
+            share of all steps (default 0.2).
+        total_steps: For a named schedule: the number of optimizer steps (default: the steps of all epochs of this
+            `fit`). Required if the number of batches is unknown.
 
     Raises:
-        UnknownNameError: There is no schedule of this name.
-        ArgumentError: `scheduler` is none of these; or it is of another optimizer, or of rates before the cores have
-            scaled them; a number out of range; or, as training begins, the number of steps isn't known.
+        UnknownNameError: No schedule has this name.
+        ArgumentError: `scheduler` has a wrong type, belongs to another optimizer, or was made for the rates before
+            scaling; a number is out of range; or, when training begins, the number of steps is unknown.
 
-    Example: a warm-up over a twentieth of the steps, and half a cosine; then one of 100 of 1000, of PyTorch's parts.
+    Example: a warm-up over a twentieth of the steps, then half a cosine; and the like from PyTorch's schedulers.
         >>> callback = LRScheduler("cosine", warmup=0.05, floor=0.1)
         >>> from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
         >>> def warm_up_and_cosine(optimizer):
@@ -56,8 +57,8 @@ class LRScheduler(RateCallback):
         ...     return SequentialLR(optimizer, phases, milestones=[100])
         >>> callback = LRScheduler(warm_up_and_cosine, interval="step")
 
-    Source: `"wsd"` is of Hu et al., "MiniCPM", 2024; `"inverse_sqrt"` of Vaswani et al., "Attention is all you need",
-    2017; the names are those of `transformers.get_scheduler` and Keras.
+    Source: `"wsd"` is from Hu et al., "MiniCPM", 2024; `"inverse_sqrt"` from Vaswani et al., "Attention is all you
+    need", 2017; the names are from `transformers.get_scheduler` and Keras.
     """
 
     def __init__(
@@ -95,49 +96,52 @@ class LRScheduler(RateCallback):
         self.sets_each_step = self._named is not None
         self.total_steps = total_steps
         self.scheduler: lr_scheduler.LRScheduler | None = None
-        self._make = scheduler
+        self._scheduler_or_factory = scheduler
         self._monitor = Monitor(monitor)
-        self._iterations: int | None = None  # before the step that the rate is for; None if any
-        self._epoch: int | None = None  # the one under way; None between two
+        self._iterations: int | None = None  # before the step that the rate is for; None: any step
+        self._epoch: int | None = None  # the current epoch; None between epochs
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Make the scheduler, if there is none of this optimizer."""
-        optimizer = self.model.optimizer
-        assert optimizer is not None
+        """Make the scheduler, if this optimizer has none yet."""
+        assert self.model.optimizer is not None
+        inner = find_rated(self.model.optimizer)
+        candidates = [self.model.optimizer, *inner]
+        chosen = getattr(self._scheduler_or_factory, "optimizer", None)
+        optimizer = next((candidate for candidate in candidates if candidate is chosen), inner[0])
         if self._named is not None:
-            self._lay_out(self._named, optimizer)
+            self._make_named(self._named, optimizer)
             return
         if self.scheduler is not None and self.scheduler.optimizer is optimizer:
             self._epoch = None
             return
-        assert not isinstance(self._make, str)
-        if callable(self._make):
+        assert not isinstance(self._scheduler_or_factory, str)
+        if callable(self._scheduler_or_factory):
             for group in optimizer.param_groups:
-                group.pop("initial_lr", None)  # of an earlier scheduler, which PyTorch would begin with
-            self.scheduler = self._make(optimizer)
+                group.pop("initial_lr", None)  # an earlier scheduler's, from which PyTorch would start
+            self.scheduler = self._scheduler_or_factory(optimizer)
         else:
-            self.scheduler = _given(self._make, optimizer)
+            self.scheduler = _require_match(self._scheduler_or_factory, optimizer)
         if getattr(self.scheduler, "optimizer", None) is not optimizer:
-            raise ArgumentError(f"scheduler must make a scheduler of the optimizer it is given, got {self.scheduler!r}")
-        _never_warn(self.scheduler.optimizer)
+            raise ArgumentError(f"scheduler must return a scheduler of the given optimizer, got {self.scheduler!r}")
+        _silence_step_order_warning(self.scheduler.optimizer)
         self._iterations = self._epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Take the step after an epoch that `resume="next_epoch"` has left, unless it needs that epoch's logs."""
-        left = self._epoch is not None and epoch > self._epoch
-        if self.interval == "epoch" and left and _follower(self.scheduler) is None:
+        """Take the step after an epoch that `resume="next_epoch"` skipped, unless it needs that epoch's logs."""
+        skipped = self._epoch is not None and epoch > self._epoch
+        if self.interval == "epoch" and skipped and _as_plateau(self.scheduler) is None:
             self._step(None)
         self._epoch = epoch
         updates = self.params.get("updates")
         if self._named is not None and updates and self.params.get("max_steps") is None:
-            # Its place in the whole: training may begin with a later epoch, or have left one before its end.
+            # Training may begin with a later epoch, or have left an epoch early.
             assert self.scheduler is not None
             self.scheduler.last_epoch = epoch * updates - 1
             self._step(None)
             self._iterations = None
 
     def on_train_step_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Set the rate of the step, unless it has one: the very first, and one that waits for more gradients."""
+        """Set the step's rate, unless it is set already: for the very first step, and while gradients accumulate."""
         iterations = (logs or {})["iterations"]
         if self.interval == "step" and self._iterations not in (None, iterations):
             self._step(None)
@@ -151,7 +155,7 @@ class LRScheduler(RateCallback):
         self._epoch = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own state, as far as it is numbers and texts; the rest comes with another scheduler."""
+        """Return the scheduler's numbers and strings; a new scheduler gets the rest from its arguments."""
         assert self.scheduler is not None
         return {
             "scheduler": _as_json(self.scheduler.state_dict()),
@@ -160,38 +164,38 @@ class LRScheduler(RateCallback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Restore a state.
 
         Args:
-            state: The dict that `state_dict` returned; after `on_train_begin`, which makes the scheduler.
+            state: The dict that `state_dict` returned; call it after `on_train_begin`, which makes the scheduler.
         """
         assert self.scheduler is not None
         self.scheduler.load_state_dict(dict(state["scheduler"]))
         self._iterations = state["iterations"]
         self._epoch = state["epoch"]
-        # When it was made it set the rates that training begins with.
+        # Making the scheduler has set the rates of training's start.
         for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
-    def _lay_out(self, schedule: NamedSchedule, optimizer: Optimizer) -> None:
-        """Make PyTorch's scheduler of a schedule by name, over the steps of this `fit`."""
+    def _make_named(self, schedule: NamedSchedule, optimizer: Optimizer) -> None:
+        """Make the PyTorch scheduler of a named schedule, over the steps of this `fit`."""
         from torch.optim.lr_scheduler import LambdaLR
 
         total = self.total_steps or self.params.get("total_steps")
         if total is None and schedule.needs_total:
             raise ArgumentError(
-                f"the schedule {schedule.name!r} must know how many steps there are, and these data don't say how many "
-                "batches they have: pass LRScheduler(total_steps=...), fit(steps_per_epoch=...) or fit(max_steps=...)"
+                f"the schedule {schedule.name!r} needs the number of steps, and these data don't tell their number of "
+                "batches: pass LRScheduler(total_steps=...), fit(steps_per_epoch=...) or fit(max_steps=...)"
             )
         begin_from_peak(optimizer)
         self.scheduler = LambdaLR(optimizer, partial(schedule.factor, total=total))
-        _never_warn(optimizer)
+        _silence_step_order_warning(optimizer)
         note_scheduled(optimizer)
         self._iterations = self._epoch = None
 
     def _step(self, logs: Logs | None) -> None:
         assert self.scheduler is not None
-        follower = _follower(self.scheduler)
+        follower = _as_plateau(self.scheduler)
         if follower is None:
             self.scheduler.step()
             if self._named is not None:
@@ -200,20 +204,20 @@ class LRScheduler(RateCallback):
             follower.step(value)
 
 
-def _never_warn(optimizer: Optimizer) -> None:
-    # PyTorch warns where no optimizer.step() came before; in a step that is replayed there is none to be seen.
+def _silence_step_order_warning(optimizer: Optimizer) -> None:
+    # PyTorch warns if optimizer.step() wasn't called before; a replayed step doesn't call it.
     setattr(optimizer, "_opt_called", True)  # noqa: B010 - no attribute that PyTorch declares
 
 
-def _follower(scheduler: lr_scheduler.LRScheduler | None) -> lr_scheduler.ReduceLROnPlateau | None:
-    """Return the scheduler if it is the one that follows a log."""
+def _as_plateau(scheduler: lr_scheduler.LRScheduler | None) -> lr_scheduler.ReduceLROnPlateau | None:
+    """Return the scheduler if it is the one that monitors a log."""
     from torch.optim.lr_scheduler import ReduceLROnPlateau
 
     return scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
 
 
-def _given(scheduler: lr_scheduler.LRScheduler, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
-    """Return a scheduler that was made before training, if it is of this optimizer and of its present rates."""
+def _require_match(scheduler: lr_scheduler.LRScheduler, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    """Return a scheduler made before training, if it belongs to this optimizer and its current rates."""
     cure = "Pass a function, which makes it when training begins: LRScheduler(lambda optimizer: "
     cure += f"{type(scheduler).__name__}(optimizer, ...))"
     if scheduler.optimizer is not optimizer:
@@ -228,7 +232,7 @@ def _given(scheduler: lr_scheduler.LRScheduler, optimizer: Optimizer) -> lr_sche
 
 
 def _as_json(value: Any) -> Any:
-    """A state without the parts that JSON can't hold, such as a table by step: the arguments give these again."""
+    """Drop the parts of a state that JSON can't represent, such as a table by step: the arguments restore them."""
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             return _DROPPED

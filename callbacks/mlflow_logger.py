@@ -1,4 +1,4 @@
-"""`MLflowLogger`: a training as a run of MLflow."""
+"""`MLflowLogger`: logs a training as an MLflow run."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ import numpy as np
 
 from ..errors import TrackerError
 from ..utils.users_code import warn
-from .tracker_callback import TrackerCallback, in_short, require_reachable
+from .tracker_callback import TrackerCallback, first_line, require_reachable
 
 
 class MLflowLogger(TrackerCallback):
     """Sends a training to MLflow: parameters, the logs of each epoch, pictures and checkpoints.
 
-    The object is one run: each `fit` with it goes on in that run, and so does a training that is resumed. A run that
-    `mlflow.start_run` has begun is used, and left open. Logs are by training steps; `epoch` is among them, from 0. On a
-    pod only the first host writes. If the server is lost while steps run, that is one warning, and training goes on.
+    One object is one run: each `fit` with it continues the run, and so does a resumed training. A run that
+    `mlflow.start_run` has started is used, and stays open. Logs are by training steps, and include `epoch`, from 0. On
+    a pod only the first host writes. If the connection to the server is lost during training, there is one warning, and
+    training continues.
 
     Args:
-        experiment: The experiment, made if there is none (default: MLflow's own).
-        name: The run's name (default: MLflow makes one).
-        config: Parameters by name, beside those that the model and its optimizer tell (default: none).
-        tracking_uri: The server or data base, e.g. `"http://localhost:5000"` or `"sqlite:///mlflow.db"` (default:
-            that of `mlflow.set_tracking_uri`).
-        update_freq: `"epoch"` (default), `"batch"`, or a number of batches after which to log the running means of
-            the epoch as well, as `batch_loss`. Each time waits for the device.
-        log_checkpoints: True to send each checkpoint that a `ModelCheckpoint` writes into a run directory, to
-            `checkpoints/` of the run's artifacts (default False).
+        experiment: The experiment, created if it doesn't exist (default: MLflow's default).
+        name: The run's name (default: chosen by MLflow).
+        config: Parameters by name, in addition to the model's and its optimizer's (default: none).
+        tracking_uri: The server or database, e.g. `"http://localhost:5000"` or `"sqlite:///mlflow.db"` (default: set by
+            `mlflow.set_tracking_uri`).
+        update_freq: `"epoch"` (default), `"batch"`, or a number of batches after which to log the epoch's running
+            means, too, as `batch_loss`. Each of these logs waits for the device.
+        log_checkpoints: True uploads each checkpoint that a `ModelCheckpoint` writes to a run directory, to
+            `checkpoints/` in the run's artifacts (default False).
         tags: Tags of the run by name (default: none).
 
     Raises:
@@ -61,18 +62,18 @@ class MLflowLogger(TrackerCallback):
         self.name = name
         self.tracking_uri = tracking_uri
         self.tags = dict(tags or {})
-        self._owned = True
+        self._owns_run = True
         self._lost = False
         self._client: Any = None
 
     def open_run(self, run_id: str | None) -> str:
-        """Begin a run, or go on with one; see `TrackerCallback`."""
+        """Start or continue a run; see `TrackerCallback`."""
         mlflow = self.library
         uri = self.tracking_uri or mlflow.get_tracking_uri()
         if uri.startswith("http"):
             require_reachable(uri, "MLflow", "tracking_uri='sqlite:///mlflow.db' needs no server")
         active = mlflow.active_run() if run_id is None and self.tracking_uri is None else None
-        self._owned = active is None
+        self._owns_run = active is None
         self._client = mlflow.MlflowClient(uri)
         try:
             if active is not None:
@@ -82,7 +83,7 @@ class MLflowLogger(TrackerCallback):
                 return run_id
             return str(self._client.create_run(self._experiment_id(), tags=self.tags, run_name=self.name).info.run_id)
         except mlflow.MlflowException as error:
-            raise TrackerError(f"MLflow begins no run at {uri}: {in_short(error)}") from error
+            raise TrackerError(f"MLflow can't start a run at {uri}: {first_line(error)}") from error
 
     def _experiment_id(self) -> str:
         if self.experiment is None:
@@ -91,17 +92,17 @@ class MLflowLogger(TrackerCallback):
         return str(self._client.create_experiment(self.experiment) if known is None else known.experiment_id)
 
     def write_config(self, values: Mapping[str, Any]) -> None:
-        """Log parameters, as texts."""
+        """Log parameters, as strings."""
         known = self._client.get_run(self.run_id).data.params
         new = [self.library.entities.Param(name, str(value)) for name, value in values.items() if name not in known]
         self._try(self._client.log_batch, self.run_id, params=new)
 
     def last_steps(self) -> dict[str, int]:
-        """The last step of each log that the run has."""
-        found: dict[str, int] = {}
+        """Return the last step of each of the run's logs."""
+        steps: dict[str, int] = {}
         for name in self._client.get_run(self.run_id).data.metrics:
-            found[name] = max(point.step for point in self._client.get_metric_history(self.run_id, name))
-        return found
+            steps[name] = max(point.step for point in self._client.get_metric_history(self.run_id, name))
+        return steps
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Log numbers."""
@@ -118,16 +119,18 @@ class MLflowLogger(TrackerCallback):
         self._try(self._client.log_artifacts, self.run_id, str(folder), f"checkpoints/{name}")
 
     def close_run(self, failed: bool) -> None:
-        """End the run, unless it is the user's own."""
-        if self._owned:
+        """End the run, unless the user started it."""
+        if self._owns_run:
             self._try(self._client.set_terminated, self.run_id, "FAILED" if failed else "FINISHED")
         self._client = None
 
     def _try(self, call: Any, *args: Any, **named: Any) -> None:
-        """Call the server, which may have gone since the run began."""
+        """Call the server, and warn once if it no longer answers."""
         try:
             call(*args, **named)
         except (self.library.MlflowException, OSError) as error:
             if not self._lost:
                 self._lost = True
-                warn(f"MLflowLogger could not log to run {self.run_id}: {in_short(error)}. Training goes on without")
+                warn(
+                    f"MLflowLogger could not log to run {self.run_id}: {first_line(error)}. Training continues without"
+                )

@@ -1,4 +1,4 @@
-"""`ModelCheckpoint`: saves the state of training, or weights alone, while training goes on."""
+"""`ModelCheckpoint`: saves the state of training, or weights alone, during training."""
 
 import os
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from typing import Any
 
 from ..checkpoint import AsyncCheckpointWriter, CheckpointDirectory, Score
 from ..errors import ArgumentError, CheckpointNotWrittenError
-from ..step import explaining
+from ..step import explain_arguments
+from ..utils.failed_writes import FailedWrites
 from ..utils.terminal import say
 from ..utils.users_code import warn
 from ._support.checkpoint_path import CheckpointPath
-from ._support.failed_writes import FailedWrites
 from ._support.frequency import SaveRule
 from ._support.scalars import as_scalar, as_text
 from .base import Logs
@@ -20,34 +20,35 @@ from .monitor_callback import MonitorCallback
 
 
 class ModelCheckpoint(MonitorCallback):
-    """Saves the state of training, or weights alone: after each epoch, or after every so many batches or minutes.
+    """Saves the state of training, or weights alone: after each epoch, or at an interval of batches or minutes.
 
-    A run directory gets all that `fit(resume=True)` needs to go on bit for bit. It is written in the background, and
-    also when the process gets SIGTERM or Ctrl-C, or `max_time` is over. A file gets the weights.
+    A run directory gets all that `fit(resume=True)` needs to resume bit for bit. It is written in the background, and
+    also on SIGTERM or Ctrl-C, and when `max_time` is over. A file gets the weights only.
 
     Args:
-        filepath: The place. `"ckpt"`, without suffix and braces, is a run directory: `ckpt/step-0000000010/`, by the
-            steps of training. `"ckpt/best.safetensors"` is one file of weights, replaced each time.
-            `"ckpt/{epoch:02d}-{val_loss:.2f}.safetensors"` is a template for such files: its last component may have
+        filepath: Where to save. `"ckpt"`, without suffix or braces, is a run directory: `ckpt/step-0000000010/`, by
+            training steps. `"ckpt/best.safetensors"` is one file of weights, replaced each time.
+            `"ckpt/{epoch:02d}-{val_loss:.2f}.safetensors"` is a template for file names: its last component may have
             the fields `{epoch}` and `{batch}`, both from 1, and any log.
-        monitor: The log that says which checkpoint is best (default `"val_loss"`).
+        monitor: The log that decides which checkpoint is best (default `"val_loss"`).
         verbose: 1 prints a line for each checkpoint; 0 (default) prints nothing.
-        save_best_only: Save only if the log is better than all before (default False). NaN never is. If the log is
-            missing, a warning lists the logs that there are, and nothing is saved.
-        save_weights_only: Save weights alone (default False), as a file does in any case.
-        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if neither does, an
-            error asks).
-        save_freq: `"epoch"` (default), a number of training steps since the last time, counted across epochs and calls
-            of `fit` from this object's first step on, or a `timedelta`.
-        initial_value_threshold: The value to beat at first (default: none). It stays from one `fit` to the next.
-        keep_last: The number of newest checkpoints that a run directory keeps (default 3); None keeps all.
-        keep_best: The number of best ones that it keeps besides (default: 1 if the log is there). If a number is given
-            and the log is missing, that is an error.
-        on_exception: Save also when `fit` breaks off with an error between two steps (default False).
-        max_save_failures: The number of checkpoints in a row that may fail, with a warning, before training ends
+        save_best_only: Save only if the log is better than all earlier values (default False). NaN never is. If the log
+            is missing, a warning lists the available logs, and nothing is saved.
+        save_weights_only: Save weights alone (default False); a file always has weights alone.
+        mode: `"min"`, `"max"` or `"auto"` (default: decided by the metric, else by the log's name; if neither decides,
+            `fit` raises an error).
+        save_freq: `"epoch"` (default), a number of training steps since the last save, counted across epochs and calls
+            of `fit` from this object's first step, or a `timedelta`.
+        initial_value_threshold: The value that the first save must beat (default: none). It carries over from one `fit`
+            to the next.
+        keep_last: How many of the newest checkpoints a run directory keeps (default 3); None keeps all.
+        keep_best: How many of the best checkpoints it keeps in addition (default: 1 if the log exists). If you give a
+            number and the log is missing, that is an error.
+        on_exception: Save also when an error between two steps ends `fit` (default False).
+        max_save_failures: The number of checkpoints in a row that may fail, each with a warning, before training ends
             (default 3).
-        save_frozen: False to leave the parameters that don't learn out of a run directory, such as all but LoRA's
-            adapters (default True). To resume, or to load, build the net with them.
+        save_frozen: False omits frozen parameters from a run directory, such as all but LoRA's adapters (default True).
+            To resume or load, build the net with those parameters.
 
     Attributes:
         best: The best value so far, or None.
@@ -55,7 +56,7 @@ class ModelCheckpoint(MonitorCallback):
 
     Raises:
         ArgumentError: A format other than safetensors, a template with anything but plain names, an unknown mode or
-            frequency, or a validation log to be followed between batches.
+            frequency, or a validation log to monitor between batches.
 
     Example:
         >>> from types import SimpleNamespace
@@ -72,7 +73,7 @@ class ModelCheckpoint(MonitorCallback):
     Source: `keras.callbacks.ModelCheckpoint`.
     """
 
-    @explaining
+    @explain_arguments
     def __init__(
         self,
         filepath: str | os.PathLike[str],
@@ -107,7 +108,7 @@ class ModelCheckpoint(MonitorCallback):
         self.save_on_exception = on_exception
         self.save_freq = save_freq
         self._path = CheckpointPath(filepath, per_batch=self._rule.between_batches)
-        self._failed = FailedWrites(max_save_failures)
+        self._failed_writes = FailedWrites(max_save_failures)
         self._epoch = 0
         if self._path.run is not None:
             if save_weights_only:
@@ -130,10 +131,10 @@ class ModelCheckpoint(MonitorCallback):
         return self.checkpoints is None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Learn from the metric which values are better, and make sure that the run directory can be written to."""
+        """Ask the metric whether higher is better, and check that the run directory is writable."""
         if self.save_best_only or self.checkpoints is not None:
             self._set_monitor_op()
-        self._rule.saved(monotonic())
+        self._rule.note_save(monotonic())
         if self.checkpoints is not None:
             self.checkpoints.run.open()
 
@@ -143,49 +144,49 @@ class ModelCheckpoint(MonitorCallback):
         self._rule.begin(self.model.steps_taken)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Save, if it is time to."""
+        """Save, if a save is due."""
         if self._rule.is_due(self.model.steps_taken, monotonic()):
             self._save(self._epoch, batch, logs or {})
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Save, if it is time to."""
+        """Save, if a save is due."""
         if not self._rule.between_batches:
             self._save(epoch, None, logs or {})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Let others write into the run directory."""
+        """Unlock the run directory."""
         if self.checkpoints is not None:
             self.checkpoints.run.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far, and the steps since the last checkpoint."""
-        return {"followed": self._followed.state_dict(), **self._rule.state_dict()}
+        """Return the best value so far, and the steps since the last checkpoint."""
+        return {"followed": self._monitor.state_dict(), **self._rule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Restore a state.
 
         Args:
             state: The dict that `state_dict` returned.
         """
-        self._followed.load_state_dict(state["followed"])
-        # In the middle of an epoch this comes after on_epoch_begin, and the model has taken its steps back since.
+        self._monitor.load_state_dict(state["followed"])
+        # In the middle of an epoch this comes after on_epoch_begin, and the model's step count has been restored since.
         self._rule.load_state_dict(state, self.model.steps_taken)
 
     def _save(self, epoch: int, batch: int | None, logs: Logs) -> None:
         reason = ""
-        before = self._followed.state_dict()
+        before = self._monitor.state_dict()
         if self.save_best_only:
             value = self.get_monitor_value(logs)
             if value is None:
                 return
             best = "none" if self.best is None else as_text(self.best)
-            better = self._followed.observe(value)
+            better = self._monitor.observe(value)
             reason = f"{self.monitor} is {as_text(value)}, the best so far was {best}: "
             if not better:
                 if self.verbose:
                     say(f"Epoch {epoch + 1}: {reason}not saved")
                 return
-        self._rule.saved(monotonic())
+        self._rule.note_save(monotonic())
         if self.checkpoints is not None:
             self.model.save_checkpoint(self.checkpoints, self._metric(batch, logs))
             where = self.filepath
@@ -193,28 +194,28 @@ class ModelCheckpoint(MonitorCallback):
             where = str(self._path.file_path(epoch + 1, None if batch is None else batch + 1, logs))
             saved = False
             try:
-                with self._failed.tolerated(where):
+                with self._failed_writes.tolerate(where):
                     self.model.save_weights(where, finite_only=True)
                     saved = True
             except CheckpointNotWrittenError as error:  # NaN
                 warn(str(error))
                 return
             if not saved:
-                self._followed.load_state_dict(before)  # the best is one that is on the disk
+                self._monitor.load_state_dict(before)  # the best value must be of a checkpoint on disk
                 return
         if self.verbose:
             say(f"Epoch {epoch + 1}: {reason}saved {where}")
 
     def _metric(self, batch: int | None, logs: Logs) -> Score | None:
-        """The value that ranks the checkpoint; between batches None, unless it has been read: reading a log waits."""
+        """Return the value that ranks the checkpoint; None between batches, unless it was read: reading a log waits."""
         if batch is not None and not self.save_best_only:
             return None
         value = as_scalar(logs[self.monitor]) if self.monitor in logs else None
         if value is None:
             if self.keep_best:
                 raise ArgumentError(
-                    f"keep_best={self.keep_best} needs the log {self.monitor!r}, which isn't there. Available: "
+                    f"keep_best={self.keep_best} needs the log {self.monitor!r}, which is missing. Available: "
                     f"{', '.join(sorted(logs)) or 'none'}"
                 )
             return None
-        return Score(self.monitor, value, "max" if self._followed.rising else "min")
+        return Score(self.monitor, value, "max" if self._monitor.rising else "min")

@@ -1,4 +1,4 @@
-"""`MonitorCallback`: what callbacks share that follow a log."""
+"""`MonitorCallback`: the base of callbacks that monitor a log."""
 
 import operator
 from collections.abc import Callable
@@ -9,22 +9,21 @@ from .base import Callback, Logs
 
 
 class MonitorCallback(Callback):
-    """A callback that follows a log, to be subclassed. It has the names of Keras's own, which its subclasses there use.
+    """A callback that monitors a log, to be subclassed. Its methods have the names of Keras's `MonitorCallback`.
 
     Its attributes may be read and set at any time.
 
     Args:
-        monitor: The log to follow (default `"val_loss"`).
-        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if neither does, an
-            error asks when `fit` begins).
-        baseline: The value to beat at first, which `best` begins with (default: none, so that any finite value is
-            better).
-        min_delta: The least change that counts as better (default 0). The attribute is 0 or more: Keras makes it
-            negative for a log that falls.
+        monitor: The log to monitor (default `"val_loss"`).
+        mode: `"min"`, `"max"` or `"auto"` (default: decided by the metric, else by the log's name; if neither decides,
+            `fit` raises an error when it begins).
+        baseline: The initial `best`, which the first value must beat (default: none, so any finite value is better).
+        min_delta: The least change that counts as better (default 0). The attribute is never negative; Keras negates it
+            if lower is better.
 
     Attributes:
         best: The best value so far, or None.
-        wait: Values in a row without a better one.
+        wait: Values in a row without an improvement.
 
     Raises:
         ArgumentError: An unknown mode.
@@ -49,76 +48,76 @@ class MonitorCallback(Callback):
     def __init__(
         self, monitor: str = "val_loss", mode: str = "auto", baseline: float | None = None, min_delta: float = 0
     ) -> None:
-        self._followed = Monitor(monitor, mode, min_delta, best=baseline)
+        self._monitor = Monitor(monitor, mode, min_delta, best=baseline)
 
     @property
     def monitor(self) -> str:
-        """The log."""
-        return self._followed.name
+        """The name of the log."""
+        return self._monitor.name
 
     @monitor.setter
     def monitor(self, name: str) -> None:
-        self._followed.follow(name, self.mode)
+        self._monitor.follow(name, self.mode)
 
     @property
     def mode(self) -> str:
         """`"min"`, `"max"` or `"auto"`."""
-        return self._followed.mode
+        return self._monitor.mode
 
     @mode.setter
     def mode(self, mode: str) -> None:
-        self._followed.follow(self.monitor, mode)
+        self._monitor.follow(self.monitor, mode)
 
     @property
     def min_delta(self) -> float:
         """The least change that counts as better, 0 or more."""
-        return self._followed.min_delta
+        return self._monitor.min_delta
 
     @min_delta.setter
     def min_delta(self, change: float) -> None:
-        self._followed.min_delta = abs(change)
+        self._monitor.min_delta = abs(change)
 
     @property
     def best(self) -> float | None:
         """The best value so far, or None."""
-        return self._followed.best
+        return self._monitor.best
 
     @best.setter
     def best(self, value: float | None) -> None:
-        self._followed.best = value
+        self._monitor.best = value
 
     @property
     def wait(self) -> int:
-        """Values in a row without a better one."""
-        return self._followed.wait
+        """Values in a row without an improvement."""
+        return self._monitor.wait
 
     @wait.setter
     def wait(self, count: int) -> None:
-        self._followed.wait = count
+        self._monitor.wait = count
 
     @property
     def monitor_op(self) -> Callable[[Any, Any], Any] | None:
-        """The comparison of a value with the best, `operator.gt` or `operator.lt`; None until that is known."""
-        if not self._followed.settled:
+        """The comparison of a value with the best, `operator.gt` or `operator.lt`; None until it is known."""
+        if not self._monitor.settled:
             return None
-        return operator.gt if self._followed.rising else operator.lt
+        return operator.gt if self._monitor.rising else operator.lt
 
     def get_monitor_value(self, logs: Logs | None) -> float | None:
-        """Find the log's value. The first time that it is missing, a warning lists the logs that there are.
+        """Return the log's value. The first time it is missing, a warning lists the available logs.
 
         Args:
-            logs: The logs of an epoch or a batch; if they are lazy and have it, this waits for the device.
+            logs: The logs of an epoch or a batch; if they are lazy and contain the value, this waits for the device.
         """
-        return self._followed.read(logs, type(self).__name__, self.params)
+        return self._monitor.read(logs, type(self).__name__, self.params)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Learn from the metric which values are better."""
+        """Ask the metric whether higher is better."""
         self._set_monitor_op()
 
     def _set_monitor_op(self) -> None:
-        """Learn from the metric, or from the log's name, which values are better."""
-        self._followed.settle(self.model.higher_is_better(self.monitor), self.model.metrics_names)
+        """Find out from the metric, or the log's name, whether higher is better."""
+        self._monitor.settle(self.model.higher_is_better(self.monitor), self.model.metrics_names)
 
     def _is_improvement(self, monitor_value: float, reference_value: float | None) -> bool:
-        """True if a value is better than another by more than `min_delta`; None is worse than any. NaN never is."""
-        return self._followed.is_better(monitor_value, reference_value)
+        """True if a value beats the reference by more than `min_delta`. Any value beats None, and NaN beats none."""
+        return self._monitor.is_better(monitor_value, reference_value)

@@ -1,10 +1,10 @@
-"""`OneCycle`: the learning rate rises to a peak and falls again, once, over the whole training."""
+"""`OneCycle`: the learning rate rises to a peak and falls again, once in the whole training."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from ..optimizers import scaled_rates
+from ..optimizers import rated_groups, scaled_rates
 from .base import Logs, RateCallback
 
 if TYPE_CHECKING:
@@ -12,31 +12,30 @@ if TYPE_CHECKING:
 
 
 class OneCycle(RateCallback):
-    """One cycle of the learning rate, and of the momentum against it, with a rate of its own for every step.
+    """One cycle of the learning rate, and the opposite cycle of the momentum, with a new rate for every step.
 
-    Its length is the true number of global steps: the batches of all epochs, on any number of cores. A new rate costs
-    nothing. A new momentum needs a graph of its own, and so the momentum moves in a few levels: their graphs are made
-    when they are first met, and counted as captures (`tpufit.runtime.counts().captures`). Epoch logs get a
-    `learning_rate`.
+    Its length is the actual number of global steps: the batches of all epochs, on any number of cores. A new rate costs
+    nothing. A new momentum needs another graph, so the momentum takes a few levels only: each level's graph is compiled
+    at its first use, and counted as a capture (`tpufit.runtime.counts().captures`). Epoch logs get a `learning_rate`.
 
     Args:
-        max_lr: The rate of the first group at the peak, an actual one, to which the others keep their proportions; or
-            one for each group. Default: the rate of `compile`, as the cores have scaled it.
-        total_steps: The length of the cycle in steps (default: all steps of this `fit`). It must be given where the
-            number of batches isn't known before.
+        max_lr: The actual rate of the first parameter group at the peak, to which the other groups keep their
+            proportions; or a rate for each group. Default: `compile`'s rate, scaled by the number of cores.
+        total_steps: The length of the cycle in steps (default: all steps of this `fit`). Required if the number of
+            batches is unknown.
         pct_start: The share of the steps in which the rate rises (default 0.3).
         anneal_strategy: `"cos"` (default) or `"linear"`.
         div_factor: The first rate is `max_lr / div_factor` (default 25).
-        final_div_factor: The last rate is the first one divided by this (default 10,000).
-        three_phase: Add a third phase, in which the rate falls from the first one to the last (default False).
-        cycle_momentum: Let the momentum fall as the rate rises (default True): SGD's and RMSprop's `momentum` where
-            there is one, else the first of Adam's `betas`.
+        final_div_factor: The last rate is the first rate divided by this number (default 10,000).
+        three_phase: Add a third phase, in which the rate falls from the first rate to the last (default False).
+        cycle_momentum: Let the momentum fall as the rate rises (default True): SGD's and RMSprop's `momentum`, if any,
+            else the first of Adam's `betas`.
         base_momentum: The momentum at the peak (default 0.85).
         max_momentum: The momentum at both ends (default 0.95).
         momentum_levels: The number of values that the momentum takes, at least 2 (default 3).
 
     Raises:
-        ArgumentError: The length isn't known, or `momentum_levels` is less than 2. PyTorch's own errors for the rest.
+        ArgumentError: The length is unknown, or `momentum_levels` is less than 2. PyTorch checks the other arguments.
 
     Example:
         >>> OneCycle(max_lr=0.1, pct_start=0.25).max_lr
@@ -78,11 +77,11 @@ class OneCycle(RateCallback):
             "max_momentum": max_momentum,
         }
         self._cycle: OneCycleLR | None = None
-        self._position = 0  # of the next step in the cycle
+        self._position = 0  # the next step's, in the cycle
         self._epoch_begin: int | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Lay out the cycle."""
+        """Make the cycle."""
         import torch
         from torch.optim.lr_scheduler import OneCycleLR
 
@@ -90,25 +89,25 @@ class OneCycle(RateCallback):
         total = self.total_steps or (steps and steps * self.params["epochs"])
         if not total:
             raise ArgumentError(
-                "OneCycle must know how many steps there are, and these data don't say how many batches they have. "
-                "Pass OneCycle(total_steps=...), or fit(steps_per_epoch=...)"
+                "OneCycle needs the number of steps, and these data don't tell their number of batches. Pass "
+                "OneCycle(total_steps=...), or fit(steps_per_epoch=...)"
             )
         assert self.model.optimizer is not None
-        groups = self.model.optimizer.param_groups
-        own = scaled_rates(self.model.optimizer)
+        groups = rated_groups(self.model.optimizer)
+        rates = scaled_rates(self.model.optimizer)
         peaks: Any = self.max_lr
         if peaks is None:
-            peaks = own
+            peaks = rates
         elif isinstance(peaks, (int, float)):
-            peaks = [peaks * (rate / own[0]) if own[0] else peaks for rate in own]
-        # PyTorch's schedule, on an optimizer of its own: it would leave its marks on ours.
+            peaks = [peaks * (rate / rates[0]) if rates[0] else peaks for rate in rates]
+        # PyTorch's schedule gets a separate optimizer, because it would modify the model's.
         scheduled = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=0.1, momentum=0.9)
         self._cycle = OneCycleLR(scheduled, peaks, total_steps=total, **self._options)
-        scheduled.step()  # it warns where none came before
+        scheduled.step()  # the schedule warns if the optimizer hasn't stepped before
         self._position = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Find the place in the cycle: a resumed training doesn't begin at 0."""
+        """Find the position in the cycle: a resumed training doesn't begin at 0."""
         steps = self.params["steps"]
         self._epoch_begin = epoch * steps if steps else None
 
@@ -121,24 +120,24 @@ class OneCycle(RateCallback):
         cycle.last_epoch = min(self._position, cycle.total_steps - 1) - 1
         cycle.step()
         self._position += 1
-        for group, scheduled in zip(self.model.optimizer.param_groups, cycle.optimizer.param_groups, strict=True):
+        for group, scheduled in zip(rated_groups(self.model.optimizer), cycle.optimizer.param_groups, strict=True):
             group["lr"] = float(scheduled["lr"])
             if self.cycle_momentum:
-                _set_momentum(group, self._level(float(scheduled["momentum"])))
+                _set_momentum(group, self._round_momentum(float(scheduled["momentum"])))
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the cycle, for data that don't say how many batches they have."""
+        """Return the position in the cycle, for data that don't tell their number of batches."""
         return {"position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Restore a state.
 
         Args:
-            state: The dict that `state_dict` returned; after `on_train_begin`, which goes back to 0.
+            state: The dict that `state_dict` returned; call it after `on_train_begin`, which resets the position to 0.
         """
         self._position = state["position"]
 
-    def _level(self, momentum: float) -> float:
+    def _round_momentum(self, momentum: float) -> float:
         low = self._options["base_momentum"]
         high = self._options["max_momentum"]
         steps = self.momentum_levels - 1

@@ -10,21 +10,21 @@ from rich.text import Text
 from ..errors import ArgumentError
 from ..runtime import tracing_since
 from ..utils.terminal import can_draw, standard_output
-from ._support.canvas import Canvas, canvas_of, print_line
+from ._support.canvas import Canvas, open_canvas, print_line
 from ._support.clock import Clock
 from ._support.progress_line import ProgressLine
-from ._support.scalars import scalars
+from ._support.scalars import extract_scalars
 from .base import Callback, Logs
 
-# Seconds between two drawings. Each reads logs, so it also bounds how often the bar may wait for the device.
+# Seconds between two updates. Each reads logs, so this also limits how often the bar waits for the device.
 _INTERVAL = 0.25
 
 
 def resolve_verbose(verbose: str | int) -> int:
-    """Turn `verbose` into a number: 0 shows nothing, 1 a progress bar, 2 a line an epoch.
+    """Turn `verbose` into a number: 0 shows nothing, 1 a progress bar, 2 a line per epoch.
 
     Args:
-        verbose: One of these, or `"auto"`: 1 in a terminal or a notebook, else 2.
+        verbose: 0, 1, 2 or `"auto"`: 1 in a terminal or a notebook, else 2.
 
     Raises:
         ArgumentError: Another value.
@@ -37,21 +37,21 @@ def resolve_verbose(verbose: str | int) -> int:
         return 1 if can_draw(standard_output()) else 2
     if not isinstance(verbose, (int, float, np.number)) or verbose not in (0, 1, 2):
         raise ArgumentError(
-            f"verbose must be 'auto', 0 (silent), 1 (a progress bar) or 2 (a line an epoch), got {verbose!r}"
+            f"verbose must be 'auto', 0 (silent), 1 (a progress bar) or 2 (a line per epoch), got {verbose!r}"
         )
     return int(verbose)
 
 
 class ProgbarLogger(Callback):
-    """Shows how far `fit`, `evaluate` or `predict` is: `fit` and the others make one, so you need not.
+    """Shows the progress of `fit`, `evaluate` or `predict`, which create it themselves.
 
-    With `verbose=1` in a terminal or a notebook it draws a bar for each epoch, at most four times a second however
-    fast the steps are, and only then reads the logs; while a step is compiled it says so, with a clock. Else it
-    prints one line when the epoch ends, and reads nothing before. A validation inside `fit` shows in its epoch's
-    line; samples per second are those of training, after the first step.
+    With `verbose=1` in a terminal or a notebook it draws a bar for each epoch, at most four times a second, and reads
+    the logs only then; during a compilation it shows the time so far. Otherwise it prints one line when the epoch ends,
+    and reads nothing before. A validation inside `fit` appears in its epoch's line. Samples per second are measured in
+    training, without the first step.
 
     Args:
-        console: The place to write (default: standard output).
+        console: Where to write (default: standard output).
 
     Attributes:
         verbose: 0, 1 or 2: nothing, a bar, or a line.
@@ -86,22 +86,23 @@ class ProgbarLogger(Callback):
         self._line: ProgressLine | None = None
         self._canvas: Canvas | None = None
         self._rows_before = 0
+        self._validation = (0.0, 0)  # when it began: the time, and the rows that the model had seen
         self._previous: Logs | None = None
         self._drawn = 0.0
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Take what it shows of the run."""
+        """Receive the run's parameters."""
         super().set_params(params)
         self.verbose = params["verbose"]
         self.epochs = params["epochs"]
         self.target = params["steps"]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """From now on a validation is part of an epoch."""
+        """From here on a validation is part of an epoch."""
         self._in_fit = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:
-        """Leave a clean terminal, also after an error."""
+        """Leave a clean terminal, even after an error."""
         self._in_fit = False
         self._break_off()
 
@@ -112,7 +113,7 @@ class ProgbarLogger(Callback):
             self._line.speed = self.model.speed
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Draw, if it is time to."""
+        """Draw, if an update is due."""
         self._advance(batch + 1, logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
@@ -128,12 +129,13 @@ class ProgbarLogger(Callback):
             self._begin("Evaluate")
         elif self._line is not None:
             now = time.perf_counter()
+            self._validation = (now, self.model.rows_seen)
             self._line.stop(now)
             if self._canvas is not None:
-                self._draw(now)  # else the bar would stand before its end for as long as it takes
+                self._draw(now)  # else the bar would stay incomplete during the validation
 
     def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Draw, if it is time to, for `evaluate` alone."""
+        """Draw, if an update is due, for `evaluate` alone."""
         if not self._in_fit:
             self._advance(batch + 1, logs)
 
@@ -144,13 +146,17 @@ class ProgbarLogger(Callback):
                 self._finish(logs)
             else:
                 self._break_off()
+        elif self._line is not None:
+            began, rows = self._validation
+            self._rows_before += self.model.rows_seen - rows
+            self._line.exclude(time.perf_counter() - began)
 
     def on_predict_begin(self, logs: Logs | None = None) -> None:
         """Begin a line."""
         self._begin("Predict")
 
     def on_predict_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Draw, if it is time to."""
+        """Draw, if an update is due."""
         self._advance(batch + 1, None)
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
@@ -165,9 +171,9 @@ class ProgbarLogger(Callback):
         self._line = ProgressLine(title, self.target, now)
         self._rows_before = self.model.rows_seen
         self._previous = None
-        # Inside another one's bar (a callback of fit calls evaluate) there is no canvas, and a plain line at the end.
+        # Inside another bar (a callback of fit calls evaluate) there is no canvas, only a plain line at the end.
         if self.verbose == 1 and self._canvas is None:
-            self._canvas = canvas_of(self._console)
+            self._canvas = open_canvas(self._console)
             if self._canvas is not None:
                 self._canvas.draw(self._bar(now, ended=False))
                 self._clock = Clock(self._draw_clock, _INTERVAL)
@@ -182,12 +188,12 @@ class ProgbarLogger(Callback):
             return
         if now - self._drawn >= _INTERVAL:
             try:
-                # The logs of the step before: to read those of this step would leave the device with nothing to do.
+                # The previous step's logs: reading the current step's would leave the device idle.
                 if self._previous is not None:
-                    self._line.values = scalars(self._previous)
+                    self._line.values = extract_scalars(self._previous)
                 self._draw(now)
             except Exception:
-                self._break_off()  # a device's error shows when logs are read; the one that raises isn't ended later
+                self._break_off()  # reading logs may raise a device's error; a raising callback gets no end hook
                 raise
         self._previous = logs
 
@@ -199,7 +205,7 @@ class ProgbarLogger(Callback):
         self._drawn = time.perf_counter()
 
     def _draw_clock(self) -> None:
-        """In a thread: nothing but a compilation takes so long that the time must be seen to go on."""
+        """Update the clock, in a thread, during a compilation: nothing else takes so long."""
         since = tracing_since()
         if since is not None and self._canvas is not None:
             self._canvas.draw(self._bar(time.perf_counter(), ended=False, compiling_since=since))
@@ -209,7 +215,7 @@ class ProgbarLogger(Callback):
             return
         now = time.perf_counter()
         self._line.stop(now)
-        self._line.values = scalars(logs)
+        self._line.values = extract_scalars(logs)
         if self._canvas is None:
             print_line(self._line.summary(now), self._console)
         else:

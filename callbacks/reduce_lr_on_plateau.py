@@ -1,4 +1,4 @@
-"""`ReduceLROnPlateau`: a smaller learning rate when a log stops getting better."""
+"""`ReduceLROnPlateau`: reduces the learning rate when a log stops improving."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,26 +10,26 @@ from .monitor_callback import MonitorCallback
 
 
 class ReduceLROnPlateau(MonitorCallback, RateCallback):
-    """Multiplies the learning rate by a factor when a log has stopped getting better.
+    """Multiplies the learning rate by a factor when a log has stopped improving.
 
-    Epoch logs get a `learning_rate`, as in Keras. An object may be used for several calls of `fit`; each forgets
-    the one before.
+    Epoch logs get a `learning_rate`, as in Keras. An object may be used for several calls of `fit`; each call starts
+    afresh.
 
     Args:
-        monitor: The log to follow (default `"val_loss"`).
+        monitor: The log to monitor (default `"val_loss"`).
         factor: The factor, below 1 (default 0.1).
-        patience: Epochs in a row without a better value after which it is (default 10).
-        verbose: 1 says each reduction; 0 (default) says nothing.
-        mode: `"min"`, `"max"` or `"auto"` (default: as the metric says, else by the log's name; if neither does, an
-            error asks).
+        patience: The number of epochs in a row without an improvement after which the rate is reduced (default 10).
+        verbose: 1 prints each reduction; 0 (default) prints nothing.
+        mode: `"min"`, `"max"` or `"auto"` (default: decided by the metric, else by the log's name; if neither decides,
+            `fit` raises an error).
         min_delta: The least change that counts as better (default 0.0001).
-        cooldown: Epochs after a reduction in which none is counted (default 0).
-        min_lr: The rate is never made smaller than this (default 0).
+        cooldown: The number of epochs after a reduction that `patience` ignores (default 0).
+        min_lr: The lowest rate to reduce to (default 0).
 
     Attributes:
         best: The best value so far, or None.
-        wait: Epochs in a row without a better value.
-        cooldown_counter: Epochs for which it still cools down.
+        wait: Epochs in a row without an improvement.
+        cooldown_counter: The remaining epochs of the cooldown.
 
     Raises:
         ArgumentError: A factor of 1 or more, or an unknown mode.
@@ -69,19 +69,19 @@ class ReduceLROnPlateau(MonitorCallback, RateCallback):
         self.cooldown_counter = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Forget the training before."""
+        """Forget the previous training."""
         self._set_monitor_op()
-        self._followed.reset()
+        self._monitor.reset()
         self.cooldown_counter = 0
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Look at the log, and reduce the rate if it is time to."""
+        """Check the log, and reduce the rate if patience has run out."""
         super().on_epoch_end(epoch, logs)
         value = self.get_monitor_value(logs)
         if value is None:
             return
         self.cooldown_counter = max(0, self.cooldown_counter - 1)
-        self._followed.observe(value)
+        self._monitor.observe(value)
         if self.in_cooldown():
             self.wait = 0
         rate = self.model.learning_rate
@@ -93,18 +93,18 @@ class ReduceLROnPlateau(MonitorCallback, RateCallback):
                 say(f"Epoch {epoch + 1}: ReduceLROnPlateau reduces the learning rate to {self.model.learning_rate:g}")
 
     def in_cooldown(self) -> bool:
-        """True while it cools down after a reduction."""
+        """True during the cooldown after a reduction."""
         return self.cooldown_counter > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far, and the counts of epochs since, as numbers."""
-        return {**self._followed.state_dict(), "cooling": self.cooldown_counter}
+        """Return the best value so far, and the counts of epochs since, as numbers."""
+        return {**self._monitor.state_dict(), "cooling": self.cooldown_counter}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Restore a state.
 
         Args:
-            state: The dict that `state_dict` returned; after `on_train_begin`, which forgets everything.
+            state: The dict that `state_dict` returned; call it after `on_train_begin`, which forgets everything.
         """
-        self._followed.load_state_dict(state)
+        self._monitor.load_state_dict(state)
         self.cooldown_counter = state["cooling"]

@@ -1,4 +1,4 @@
-"""`RemoteMonitor`: the logs of every epoch, sent to a server."""
+"""`RemoteMonitor`: sends the logs of every epoch to a server."""
 
 import json
 import urllib.parse
@@ -12,24 +12,24 @@ from ..utils.users_code import warn
 from .base import Callback, Logs
 
 _TIMEOUT = 10.0  # seconds
-_TIMEOUT_WHILE_DOWN = 1.0  # else a server that never answers would take ten seconds of each epoch
+_TIMEOUT_WHILE_DOWN = 1.0  # else a server that never answers would cost ten seconds per epoch
 
 
 class RemoteMonitor(Callback):
     """Sends the logs of each epoch to a server, by HTTP POST as JSON: `{"epoch": 0, "loss": 0.5}`.
 
-    A server that can't be reached, or that refuses, is one warning and never the end of training; each later epoch is
-    sent to it all the same.
+    If the server can't be reached, or refuses, there is one warning; training continues, and later epochs are still
+    sent.
 
     Args:
         root: The server (default `"http://localhost:9000"`).
         path: The path on the server (default `"/publish/epoch/end/"`).
-        field: The field of the form that has the JSON (default `"data"`), where it is sent as a form.
-        headers: Headers of your own (default: none).
-        send_as_json: Send the JSON as the body itself, as `application/json` (default False: a form's field).
+        field: The form field that contains the JSON (default `"data"`), if it is sent as a form.
+        headers: Additional headers (default: none).
+        send_as_json: Send the JSON as the body, as `application/json` (default False: as a form field).
 
     Raises:
-        ArgumentError: A root that is no address of HTTP, or a path that would lead to another server.
+        ArgumentError: `root` isn't an HTTP address, or `path` would lead to another server.
 
     Example:
         >>> RemoteMonitor("http://localhost:9000", send_as_json=True).url
@@ -65,7 +65,7 @@ class RemoteMonitor(Callback):
 
     @property
     def url(self) -> str:
-        """The address that the logs are sent to."""
+        """The address to send the logs to."""
         return self.root + self.path
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
@@ -78,8 +78,8 @@ class RemoteMonitor(Callback):
             if not self._warned:
                 self._warned = True
                 warn(
-                    f"RemoteMonitor could not send epoch {epoch} to {self.url}: {error}. Training goes on, and so do "
-                    "its attempts, without further warnings",
+                    f"RemoteMonitor could not send epoch {epoch} to {self.url}: {error}. Training continues, and so "
+                    "do the attempts, without further warnings",
                 )
 
     def _request(self, event: Mapping[str, Any]) -> urllib.request.Request:
@@ -96,7 +96,7 @@ class RemoteMonitor(Callback):
 
 
 def _as_plain(value: Any) -> Any:
-    """A value that JSON doesn't have: a number of NumPy's, an array or a tensor."""
+    """Convert a value that JSON lacks: a NumPy number, an array or a tensor."""
     if not hasattr(value, "tolist"):
         return str(value)
     return value.item() if all(side == 1 for side in value.shape) else value.tolist()

@@ -1,19 +1,19 @@
-"""`SwapEMAWeights`: validation and prediction with the moving average of the weights."""
+"""`SwapEMAWeights`: validates and predicts with the moving average of the weights."""
 
 from .base import Callback, Logs
 
 
 class SwapEMAWeights(Callback):
-    """Puts the moving average of the weights (`compile(use_ema=True)`) in their place where they are judged.
+    """Replaces the weights by their moving average (`compile(use_ema=True)`) for evaluation and prediction.
 
-    That is while `evaluate`, a validation or `predict` runs. Nothing is copied: the two change places.
+    The average is in place while `evaluate`, a validation or `predict` runs. The two are swapped, not copied.
 
     Args:
-        swap_on_epoch: Leave the averages in place when an epoch ends too, so that callbacks which save weights save
-            them (default False): put those after this one. Training goes on with the weights themselves.
+        swap_on_epoch: Keep the averages in place when an epoch ends, too, so that callbacks after this one save them
+            (default False). The next epoch trains the weights themselves.
 
     Raises:
-        ArgumentError: No averages are kept; raised at the first use.
+        ArgumentError: There are no averages; raised at the first use.
 
     Source: `keras.callbacks.SwapEMAWeights`.
     """
@@ -28,7 +28,7 @@ class SwapEMAWeights(Callback):
         self.model.swap_ema_weights(False)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Leave the averages in place, if that is wanted."""
+        """Put the averages in place, with `swap_on_epoch`."""
         if self.swap_on_epoch:
             self.model.swap_ema_weights(True)
 
@@ -37,7 +37,7 @@ class SwapEMAWeights(Callback):
         self.model.swap_ema_weights(True)
 
     def on_test_end(self, logs: Logs | None = None) -> None:
-        """Go back to the weights themselves."""
+        """Put the weights back."""
         self.model.swap_ema_weights(False)
 
     def on_predict_begin(self, logs: Logs | None = None) -> None:
@@ -45,5 +45,5 @@ class SwapEMAWeights(Callback):
         self.model.swap_ema_weights(True)
 
     def on_predict_end(self, logs: Logs | None = None) -> None:
-        """Go back to the weights themselves."""
+        """Put the weights back."""
         self.model.swap_ema_weights(False)

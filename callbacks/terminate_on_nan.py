@@ -1,22 +1,22 @@
-"""`TerminateOnNaN`: ends training when a loss is not a finite number."""
+"""`TerminateOnNaN`: ends training when a loss is NaN or infinite."""
 
 from ..utils.terminal import say
 from .base import Callback, Logs
 
 
 class TerminateOnNaN(Callback):
-    """Ends training when a step returns a loss, or another scalar, that is NaN or infinite, and says which step it was.
+    """Ends training when a step returns a loss, or another scalar, that is NaN or infinite, and names the step.
 
-    It costs nothing: the device notes the step, and this is read where something waits for the device anyway. Training
-    ends at most 64 graphs (as many steps, or k times as many with `steps_per_execution=k`) after that step, mostly
-    within a tenth of a second, and never after the end of its epoch. The weights are then those of the later step:
-    go on from a checkpoint.
+    It costs nothing: the device records the step, and the host reads it where it waits for the device anyway. Training
+    ends at most 64 graphs (64 steps, or 64k with `steps_per_execution=k`) after that step, usually within a tenth of a
+    second, and never after the end of its epoch. By then the weights are the later step's: resume from a checkpoint.
 
     Args:
-        raise_error: End it with an error, a `CallbackError`, instead of `stop_training` (default False).
+        raise_error: Raise an error, which `fit` wraps in a `CallbackError`, instead of setting `stop_training` (default
+            False).
 
     Raises:
-        RuntimeError: With `raise_error`, at such a step.
+        RuntimeError: With `raise_error`, if a scalar isn't finite.
 
     Example:
         >>> from types import SimpleNamespace
@@ -36,15 +36,15 @@ class TerminateOnNaN(Callback):
         self.raise_error = raise_error
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Look at the steps that the device is known to have done, without waiting."""
-        self._look()
+        """Check the steps that the device is known to have finished, without waiting."""
+        self._check()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Look at the whole epoch, which has been waited for."""
+        """Check the whole epoch, which the device has finished."""
         if not self.model.stop_training:
-            self._look()
+            self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         step = self.model.first_bad_step
         if step is not None:
             message = f"step {step} returned a loss that is not finite"

@@ -1,4 +1,4 @@
-"""`TrackioLogger`: a training as a run of Trackio."""
+"""`TrackioLogger`: logs a training as a Trackio run."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Any
 import numpy as np
 
 from ..errors import TrackerError
-from .tracker_callback import TrackerCallback, in_short, require_reachable
+from .tracker_callback import TrackerCallback, first_line, require_reachable
 
 
 class TrackioLogger(TrackerCallback):
-    """Sends a training to Trackio, which keeps it on this machine: hyperparameters, logs, pictures and checkpoints.
+    """Sends a training to Trackio, which stores it on this machine: hyperparameters, logs, pictures and checkpoints.
 
-    The object is one run: each `fit` with it goes on in that run, and so does a training that is resumed. Logs are by
-    training steps; `epoch` is among them, from 0. On a pod only the first host writes. `trackio show` opens the
-    dashboard.
+    One object is one run: each `fit` with it continues the run, and so does a resumed training. Logs are by training
+    steps, and include `epoch`, from 0. On a pod only the first host writes. `trackio show` opens the dashboard.
 
     Args:
         project: The project (default `"tpufit"`).
-        name: The run's name, which no other run of the project has (default: Trackio makes one).
-        config: Hyperparameters by name, beside those that the model and its optimizer tell (default: none).
-        update_freq: `"epoch"` (default), `"batch"`, or a number of batches after which to log the running means of
-            the epoch as well, as `batch_loss`. Each time waits for the device.
-        log_checkpoints: True to keep each checkpoint that a `ModelCheckpoint` writes into a run directory, as a version
-            of one artifact (default False).
+        name: The run's name, unique in the project (default: chosen by Trackio).
+        config: Hyperparameters by name, in addition to the model's and its optimizer's (default: none).
+        update_freq: `"epoch"` (default), `"batch"`, or a number of batches after which to log the epoch's running
+            means, too, as `batch_loss`. Each of these logs waits for the device.
+        log_checkpoints: True stores each checkpoint that a `ModelCheckpoint` writes to a run directory, as versions of
+            one artifact (default False).
         init: Further arguments of `trackio.init`: `space_id`, `server_url`, `group`, ...
 
     Raises:
@@ -55,22 +54,22 @@ class TrackioLogger(TrackerCallback):
         self._run: Any = None
 
     def open_run(self, run_id: str | None) -> str:
-        """Begin a run, or go on with one; see `TrackerCallback`. Trackio finds runs by their name."""
+        """Start or continue a run; see `TrackerCallback`. Trackio identifies runs by name."""
         server = self._init.get("server_url")
         if server is not None:
             require_reachable(server, "Trackio", "Without server_url it logs on this machine")
         elif self._init.get("space_id") or os.environ.get("TRACKIO_SPACE_ID"):
             hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
             require_reachable(hub, "Trackio's space", "Without space_id it logs on this machine")
-        again = {} if run_id is None else {"name": run_id, "resume": "allow"}
+        resume_options = {} if run_id is None else {"name": run_id, "resume": "allow"}
         try:
-            self._run = self.library.init(**{**self._init, **again})
+            self._run = self.library.init(**{**self._init, **resume_options})
         except (ValueError, OSError) as error:
-            raise TrackerError(f"Trackio begins no run: {in_short(error)}") from error
+            raise TrackerError(f"Trackio can't start a run: {first_line(error)}") from error
         return str(self._run.name)
 
     def write_config(self, values: Mapping[str, Any]) -> None:
-        """Log hyperparameters: they go with the first numbers."""
+        """Log hyperparameters, which are sent with the first numbers."""
         self._run.config.update({**values, **self._run.config})
 
     def write(self, values: Mapping[str, float], step: int) -> None:

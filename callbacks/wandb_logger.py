@@ -1,4 +1,4 @@
-"""`WandbLogger`: a training as a run of Weights & Biases."""
+"""`WandbLogger`: logs a training as a Weights & Biases run."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import numpy as np
 
 from ..errors import TrackerError
-from .tracker_callback import TrackerCallback, in_short, require_reachable
+from .tracker_callback import TrackerCallback, first_line, require_reachable
 
 
 class WandbLogger(TrackerCallback):
     """Sends a training to Weights & Biases: hyperparameters, the logs of each epoch, pictures and checkpoints.
 
-    The object is one run: each `fit` with it goes on in that run, and so does a training that is resumed. A run that
-    `wandb.init` has begun, as in a sweep, is used, and left open. Logs are by training steps; `epoch` is among them,
-    from 0. On a pod only the first host writes.
+    One object is one run: each `fit` with it continues the run, and so does a resumed training. A run that `wandb.init`
+    has started, as in a sweep, is used, and stays open. Logs are by training steps, and include `epoch`, from 0. On a
+    pod only the first host writes.
 
     Args:
-        project: The project (default: W&B's own).
-        name: The run's name (default: W&B makes one).
-        config: Hyperparameters by name, beside those that the model and its optimizer tell (default: none).
-        update_freq: `"epoch"` (default), `"batch"`, or a number of batches after which to log the running means of
-            the epoch as well, as `batch_loss`. Each time waits for the device.
-        log_checkpoints: True to send each checkpoint that a `ModelCheckpoint` writes into a run directory, as a version
-            of one artifact (default False).
+        project: The project (default: W&B's default).
+        name: The run's name (default: chosen by W&B).
+        config: Hyperparameters by name, in addition to the model's and its optimizer's (default: none).
+        update_freq: `"epoch"` (default), `"batch"`, or a number of batches after which to log the epoch's running
+            means, too, as `batch_loss`. Each of these logs waits for the device.
+        log_checkpoints: True uploads each checkpoint that a `ModelCheckpoint` writes to a run directory, as versions of
+            one artifact (default False).
         init: Further arguments of `wandb.init`: `mode="offline"`, `entity`, `tags`, `dir`, ...
 
     Raises:
@@ -51,14 +51,14 @@ class WandbLogger(TrackerCallback):
     ) -> None:
         super().__init__("wandb", config, update_freq, log_checkpoints)
         self._init = {"project": project, "name": name, **init}
-        self._owned = True
+        self._owns_run = True
         self._run: Any = None
 
     def open_run(self, run_id: str | None) -> str:
-        """Begin a run, or go on with one; see `TrackerCallback`."""
+        """Start or continue a run; see `TrackerCallback`."""
         wandb = self.library
-        self._owned = wandb.run is None
-        if not self._owned:
+        self._owns_run = wandb.run is None
+        if not self._owns_run:
             self._run = wandb.run
         else:
             offline = "mode='offline' writes to ./wandb, for `wandb sync` later"
@@ -72,7 +72,7 @@ class WandbLogger(TrackerCallback):
             try:
                 self._run = wandb.init(**{**self._init, **({} if run_id is None else {"id": run_id})})
             except wandb.errors.Error as error:
-                raise TrackerError(f"Weights & Biases begins no run: {in_short(error)}. {offline}") from error
+                raise TrackerError(f"Weights & Biases can't start a run: {first_line(error)}. {offline}") from error
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
 
@@ -95,8 +95,8 @@ class WandbLogger(TrackerCallback):
         self._run.log_artifact(artifact, aliases=["latest", name])
 
     def close_run(self, failed: bool) -> None:
-        """End the run, unless it is the user's own."""
+        """End the run, unless the user started it."""
         run = self._run
         self._run = None
-        if self._owned:
+        if self._owns_run:
             run.finish(exit_code=int(failed))

@@ -1,8 +1,8 @@
-"""Few digits, augmented on the device inside the training step: moved, turned, and mixed with each other.
+"""Few digits, augmented on the device inside the training step: moved, rotated, and mixed with each other.
 
     python examples/augmented_digits.py [--cores 8] [--epochs 40]
 
-It trains on 200 of scikit-learn's digits, once as they are and once augmented, and compares both on the other 1597.
+It trains on 200 of scikit-learn's digits, without and with augmentation, and compares both on the other 1597.
 """
 
 import argparse

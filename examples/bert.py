@@ -1,9 +1,9 @@
-"""Fine-tune a small BERT of Hugging Face's transformers to tell praise from complaint, on texts with attention masks.
+"""Fine-tune a small BERT of Hugging Face's transformers to distinguish praise from complaint, with attention masks.
 
     python examples/bert.py [--cores 2] [--epochs 10]
 
-Nothing is downloaded: the net has random weights, a word is a token, and the 480 sentences are made here of a few
-patterns. Half of them are negated ("not a dull film"), so that counting good and bad words doesn't do.
+Nothing is downloaded: the net has random weights, a word is a token, and the 480 sentences are generated from a few
+patterns. Half of them are negated ("not a dull film"), so that counting good and bad words isn't enough.
 """
 
 import argparse
@@ -56,7 +56,7 @@ random.Random(0).shuffle(samples)
 train, test = samples[:384], samples[384:]
 
 
-# Two lengths, so that few graphs serve for all. The texts come along, and the net isn't given them.
+# Pad to two lengths, so that few graphs are compiled. The texts stay in the batch, but the net doesn't get them.
 collate = PadToBuckets([8, 16])
 
 tpufit.set_random_seed(0)
@@ -70,9 +70,14 @@ config = BertConfig(
     num_labels=2,
 )
 model = tpufit.Model(BertForSequenceClassification(config))
-model.compile(lambda parameters: torch.optim.AdamW(parameters, 1e-3), loss="module", metrics=["accuracy"])
-model.fit(
-    DataLoader(train, 32, shuffle=True, collate_fn=collate),
+model.compile(
+    lambda parameters: torch.optim.AdamW(parameters, 1e-3),
+    loss="module",
+    metrics=["accuracy"],
+    accumulate_steps=2,  # an optimizer step per two batches of 16
+)
+history = model.fit(
+    DataLoader(train, 16, shuffle=True, collate_fn=collate),
     epochs=args.epochs,
     validation_data=DataLoader(test, 32, collate_fn=collate),
     cores=args.cores,

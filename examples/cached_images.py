@@ -1,11 +1,10 @@
-"""Train on a folder of JPEGs twice: decoding each of them in every epoch, and once and for all into a cache.
+"""Train on a folder of JPEGs twice: decoding them in every epoch, and decoding them once, into a cache.
 
     python examples/cached_images.py [--count 4096] [--epochs 4] [--workers 0] [--cores 8]
 
-The JPEGs are made first: crops of the sample pictures that come with scikit-learn (and with matplotlib, if it is
-installed), darker or brighter; a class is a quarter of a picture. They and the cache stay in runs/cached_images. The
-network is a light one on purpose, so that its input is what an epoch waits for. Without a TPU the cores are virtual
-ones of the CPU.
+The JPEGs are created first: crops of the sample pictures of scikit-learn (and of matplotlib, if it is installed),
+darker or brighter; a class is a quarter of a picture. They and the cache remain in runs/cached_images. The network is
+deliberately small, so that an epoch waits for its input. Without a TPU, the cores are virtual cores of the CPU.
 """
 
 import argparse
@@ -24,11 +23,11 @@ from torch.utils.data import DataLoader
 import tpufit
 from tpufit.callbacks import Callback
 
-SIZE = 64  # pixels, of the images as the network gets them
+SIZE = 64  # pixels of the network's images
 
 
 def sample_pictures():
-    """The pictures by name."""
+    """Return the pictures by name."""
     pictures = {name: Image.fromarray(load_sample_image(f"{name}.jpg")) for name in ("china", "flower")}
     if importlib.util.find_spec("matplotlib"):
         from matplotlib.cbook import get_sample_data
@@ -38,11 +37,11 @@ def sample_pictures():
 
 
 def make_photos(folder, count, side=256):
-    """Write JPEGs into class folders, always the same ones; a folder that is there is left as it is.
+    """Write JPEGs into class folders, always the same; an existing folder is kept.
 
     Args:
-        folder: Where to.
-        count: How many.
+        folder: The folder of the class folders.
+        count: The number of JPEGs.
         side: Their height and width in pixels.
     """
     if folder.is_dir():
@@ -68,7 +67,7 @@ def make_photos(folder, count, side=256):
 
 
 def augment(batch):
-    """What is done to a batch on the device: bytes become numbers around zero, and half of the images are flipped."""
+    """Transform a batch on the device: bytes become numbers around zero, and half of the images are flipped."""
     images, labels = batch
     images = images.float() / 127.5 - 1
     flipped = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
@@ -76,7 +75,7 @@ def augment(batch):
 
 
 class Stopwatch(Callback):
-    """Keeps the seconds of each epoch."""
+    """Records the seconds of each epoch."""
 
     reads_weights = False
 
@@ -91,7 +90,7 @@ class Stopwatch(Callback):
 
 
 def train(data, classes, args, **options):
-    """Train a network from scratch, and return the samples per second of an epoch; not of the first, which compiles."""
+    """Train a new network; return an epoch's samples per second, without the first epoch, which compiles."""
     tpufit.set_random_seed(0)
     net = nn.Sequential(
         nn.AvgPool2d(8),
@@ -109,7 +108,7 @@ def train(data, classes, args, **options):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=4096, help="how many JPEGs")
+    parser.add_argument("--count", type=int, default=4096, help="the number of JPEGs")
     parser.add_argument("--epochs", type=int, default=4, help="at least 2")
     parser.add_argument("--workers", type=int, default=0, help="processes that decode for the DataLoader")
     parser.add_argument("--cores", default="8", help="auto, or a count")
@@ -127,11 +126,11 @@ def main():
     print("\nWith a cache")
     begun = time.perf_counter()
     cached = tpufit.data.presize(folder, SIZE, args.run_dir / f"cache-{args.count}", device_transform=augment)
-    print(f"decoded once in {time.perf_counter() - begun:.1f} s (nothing, if it was there)")
+    print(f"decoded once in {time.perf_counter() - begun:.1f} s (0, if the cache existed)")
     fast = train(cached, photos.classes, args, batch_size=64)
     print(f"\nwithout the cache: {plain:,.0f} samples/s")
     print(f"with the cache: {fast:,.0f} samples/s, {fast / plain:.1f} times as many")
 
 
-if __name__ == "__main__":  # for the processes that fill the cache import this file
+if __name__ == "__main__":  # because the processes that fill the cache import this file
     main()

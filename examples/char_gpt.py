@@ -2,8 +2,8 @@
 
     python examples/char_gpt.py [--cores 8] [--epochs 2]
 
-One sees the loss of the next character fall, in nats (guessing blindly costs the logarithm of how many characters there
-are), and then some text of the network's own. The embedding and the head are one tensor, here and on the device.
+It prints the falling loss of the next character, in nats (blind guessing costs the logarithm of the number of
+characters), and then some generated text. The embedding and the head share one tensor, also on the device.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BATCH = 8  # texts per core
 
 
 class Block(nn.Module):
-    """Attention to the characters before, and a feed-forward net, each after a norm and beside a shortcut."""
+    """Attention to earlier characters, and a feed-forward net, each after a norm and with a shortcut."""
 
     def __init__(self):
         super().__init__()
@@ -40,10 +40,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """From characters, shape (batch, length), to logits of the ones that follow, (batch, length, characters).
+    """From characters, shape (batch, length), to logits of the next characters, (batch, length, characters).
 
     Args:
-        characters: How many there are.
+        characters: The number of different characters.
     """
 
     def __init__(self, characters):
@@ -63,18 +63,18 @@ class GPT(nn.Module):
 
 
 def next_character_loss(logits, following):
-    """The mean over all places."""
+    """Return the mean over all positions."""
     return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
 def sample(net, start, length, temperature=0.7):
-    """Let the network write on, in plain PyTorch on the host.
+    """Continue a text with the network, in plain PyTorch on the host.
 
     Args:
         net: The network.
-        start: The text to begin with, as numbers.
-        length: How many characters to add.
-        temperature: Below 1 the likely ones are chosen yet more often.
+        start: The text to continue, as numbers.
+        length: The number of characters to add.
+        temperature: Below 1, likely characters are chosen more often.
     """
     tokens = list(start)
     with torch.no_grad():
@@ -96,7 +96,7 @@ characters = sorted(set(text))
 numbers = {character: i for i, character in enumerate(characters)}
 tokens = torch.tensor([numbers[character] for character in text])
 
-# Only whole batches: a short last one would be a second shape, and so a second graph to compile.
+# Only whole batches: a short last batch has another shape, and another graph to compile.
 rows = len(tokens) // (CONTEXT + 1)
 rows -= rows % (BATCH * args.cores)
 texts = tokens[: rows * (CONTEXT + 1)].view(rows, CONTEXT + 1)

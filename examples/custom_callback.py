@@ -1,4 +1,4 @@
-"""Write a callback of your own: stop as soon as the validation accuracy is good enough, and report the slowest epoch.
+"""Write your own callback: stop as soon as the validation accuracy is good enough, and report the slowest epoch.
 
 python examples/custom_callback.py
 """
@@ -27,7 +27,7 @@ class StopWhenGoodEnough(Callback):
         self.begun = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
-        # A batch's logs are still on the device. Reading one waits for it: do so as rarely as you can.
+        # A batch's logs are still on the device. Reading one waits for the device, so read them rarely.
         if batch == 0:
             print(f"first batch: loss {logs['loss']:.3f}")
 

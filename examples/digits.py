@@ -2,8 +2,8 @@
 
     python examples/digits.py [--bf16] [--cores 8] [--epochs 15] [--run-dir runs/digits]
 
-Without a TPU the cores are virtual ones of the CPU. Afterwards the run directory has two pictures, history.png and
-confusion.png; and: tensorboard --logdir runs/digits
+Without a TPU, the cores are virtual cores of the CPU. Afterwards the run directory has two pictures, history.png and
+confusion.png. To see more: tensorboard --logdir runs/digits
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Train two networks against each other, with a step and a second optimizer of one's own: a GAN that draws digits.
+"""Train two networks against each other, with a custom step and a second optimizer: a GAN that draws digits.
 
     python examples/gan.py [--cores 8] [--epochs 40]
 
-One sees how far the mean and the spread of the drawn images are from those of the data, pixel by pixel, before and
-after training, and then some of the drawn digits.
+Before and after training it prints how far the mean and the spread of the generated images differ from the data's,
+pixel by pixel, and then some generated digits.
 """
 
 import argparse
@@ -20,7 +20,7 @@ NOISE = 16  # numbers that an image is drawn from
 
 
 class Rivals(nn.Module):
-    """A generator, which draws images of shape (batch, 64) from noise, and a critic, which tells them from others."""
+    """A generator, which draws images of shape (batch, 64) from noise, and a critic, which recognizes real ones."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ digits = (load_digits().data / 8 - 1).astype("float32")  # 1,797 images, values 
 noise = np.random.default_rng(0).normal(size=(1024, NOISE)).astype("float32")
 
 model = GAN(Rivals())
-# The critic's rate isn't scaled with the cores, being none of compile's; so the generator's isn't either.
+# Only compile's optimizer is scaled with the cores. The critic's isn't, so the generator's must not be.
 model.compile(
     lambda parameters: torch.optim.Adam(model.module.generator.parameters(), 1e-3, betas=(0.5, 0.999)), scale_lr=None
 )
@@ -90,7 +90,7 @@ def compare(when):
 
 
 compare("before")
-model.fit(digits, batch_size=8, epochs=args.epochs, verbose=2, cores=args.cores)
+history = model.fit(digits, batch_size=8, epochs=args.epochs, verbose=2, cores=args.cores)
 drawn = compare("after")
 for row in range(8):
     lines = [drawn[i].reshape(8, 8)[row] for i in range(6)]

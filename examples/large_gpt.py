@@ -1,11 +1,11 @@
-"""Train a GPT whose weights are split over the cores: a small one here, or ask what a TPU makes of one of real size.
+"""Train a small GPT whose weights are split over the cores, or ask whether a large one fits a TPU.
 
     python examples/large_gpt.py [--cores 8]
     python examples/large_gpt.py --size xl --preflight v5e-8
 
-It learns the texts of Python's own help. The first line of `fit` says what each core holds of the training's state; it
-is then saved tensor by tensor, and read back as a whole. With `--preflight` nothing is trained: the TPU's own compiler
-says whether the step fits (of a GPT-2 XL in ten minutes; without `shard="fsdp"` it doesn't).
+It learns the texts of Python's own help. The first line of `fit` reports each core's share of the training state, which
+is then saved tensor by tensor, and read back whole. With `--preflight`, nothing is trained: the TPU's own compiler
+reports whether the step fits (for a GPT-2 XL, in ten minutes; without `shard="fsdp"` it doesn't fit).
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import tpufit
 
-SIZES = {  # width, blocks, words that the network sees at once, and in its vocabulary
+SIZES = {  # width, blocks, words of context, words of the vocabulary
     "small": (128, 4, 64, 256),
     "gpt2": (768, 12, 1024, 50257),
     "large": (1280, 36, 1024, 50257),
@@ -26,7 +26,7 @@ SIZES = {  # width, blocks, words that the network sees at once, and in its voca
 
 
 class Block(nn.Module):
-    """Attention to the words before, and a feed-forward net, each after a norm and beside a shortcut."""
+    """Attention to earlier words, and a feed-forward net, each after a norm and with a shortcut."""
 
     def __init__(self, width):
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """From words, shape (batch, length), to logits of the ones that follow, (batch, length, vocabulary)."""
+    """From words, shape (batch, length), to logits of the next words, (batch, length, vocabulary)."""
 
     def __init__(self, width, blocks, length, vocabulary):
         super().__init__()
@@ -61,7 +61,7 @@ class GPT(nn.Module):
 
 
 def next_word_loss(logits, following):
-    """The mean over all places."""
+    """Return the mean over all positions."""
     return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
@@ -78,8 +78,8 @@ width, blocks, length, vocabulary = SIZES[args.size]
 with torch.device("meta" if args.preflight else "cpu"):  # a preflight needs no values
     net = GPT(width, blocks, length, vocabulary)
 model = tpufit.Model(net)
-# Each core keeps an eighth of the large weights and of their optimizer's state, and gathers a block's when it is its
-# turn; of a block's activations it keeps the input alone.
+# Each core stores an eighth of the large weights and of their optimizer state, and gathers a block's weights when they
+# are needed. Of a block's activations it stores only the input.
 model.compile("adamw", next_word_loss, precision="bf16", scale_lr=None, shard="fsdp", remat=True)
 
 if args.preflight:

@@ -3,9 +3,9 @@
     pip install mlflow-skinny sqlalchemy alembic
     python examples/mlflow_tracking.py [--cores 8] [--epochs 5] [--run-dir runs/mlflow]
 
-Runs are kept in a data base of SQLite, without any server. Afterwards, with the whole of MLflow:
+Runs are stored in an SQLite database, without a server. Afterwards, with the complete MLflow:
 mlflow ui --backend-store-uri sqlite:///runs/mlflow/mlflow.db
-WandbLogger, TrackioLogger and CometLogger are used alike.
+Use WandbLogger, TrackioLogger and CometLogger in the same way.
 """
 
 import argparse

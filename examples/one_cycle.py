@@ -2,9 +2,9 @@
 
     python examples/one_cycle.py [--cores 8] [--epochs 5] [--run-dir runs/one_cycle]
 
-One sees how the loss falls as the rate grows (also as lr_find.png in the run directory), and then the accuracy on
-held-out digits after equally many epochs of SGD: at the rate it was compiled with, and in one cycle up to the suggested
-rate. Without a TPU the cores are virtual ones of the CPU.
+It prints how the loss falls as the rate grows (also drawn in lr_find.png in the run directory), and then the accuracy
+on held-out digits after the same number of epochs of SGD: at the compiled rate, and with one cycle up to the suggested
+rate. Without a TPU, the cores are virtual cores of the CPU.
 """
 
 import argparse
@@ -31,7 +31,7 @@ x, x_test, y, y_test = train_test_split(images, labels, test_size=0.2, random_st
 
 
 def build():
-    """The same network each time, not trained yet."""
+    """Return the same new network each time."""
     tpufit.set_random_seed(0)
     net = nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
@@ -48,7 +48,7 @@ def build():
 
 
 def accuracy(model, callbacks=()):
-    """Train, and look at digits that the network hasn't seen."""
+    """Train, and return the accuracy on held-out digits."""
     model.fit(x, y, batch_size=8, epochs=args.epochs, cores=args.cores, callbacks=list(callbacks))
     return model.evaluate(x_test, y_test, verbose=0)[1]
 
@@ -56,7 +56,7 @@ def accuracy(model, callbacks=()):
 without = accuracy(build())
 
 model = build()
-curve = model.lr_find(x, y, batch_size=8, cores=args.cores)  # leaves the model as it was
+curve = model.lr_find(x, y, batch_size=8, cores=args.cores)  # doesn't change the model
 for rate, loss in list(zip(curve.lrs, curve.smoothed, strict=True))[::10]:
     print(f"learning rate {rate:8.2g}: loss {loss:.3f}")
 print(f"suggested learning rate: {curve.suggestion:.2g}")

@@ -1,4 +1,4 @@
-"""Search a learning rate and a weight decay with Optuna, which ends trials that fall behind.
+"""Search a learning rate and a weight decay with Optuna, which stops bad trials early.
 
     pip install optuna
     python examples/optuna_sweep.py [--cores 8] [--trials 12] [--epochs 8]
@@ -28,7 +28,7 @@ images = (images / 16).astype("float32")
 
 
 class Pruning(Callback):
-    """Reports each epoch to the trial, and ends it if the trial says so."""
+    """Reports each epoch to the trial, and ends the trial if Optuna decides so."""
 
     reads_weights = False
 

@@ -2,9 +2,9 @@
 
     python examples/pretrain_gpt.py [--cores 8] [--characters 200000]
 
-The texts are those of Python's own help; a token is a byte. `TokenFile` reads rows from a file that may be larger than
-the memory. `PackedDataset` puts several short texts into each row, and none sees another; it says how much padding that
-saves. Losses are in nats a byte: guessing blindly costs the logarithm of 256, which is 5.5.
+The texts are Python's own help; a token is a byte. `TokenFile` reads rows from a file that may be larger than the
+memory. `PackedDataset` puts several short texts into each row, which don't see each other, and reports how much padding
+that saves. Losses are in nats per byte: blind guessing costs the logarithm of 256, which is 5.5.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BATCH = 8  # rows per core
 
 
 class Block(nn.Module):
-    """Attention to what the mask lets through, and a feed-forward net, each after a norm and beside a shortcut."""
+    """Attention to what the mask allows, and a feed-forward net, each after a norm and with a shortcut."""
 
     def __init__(self):
         super().__init__()
@@ -42,9 +42,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """From tokens, shape (rows, length), to logits of those that follow.
+    """From tokens, shape (rows, length), to logits of the next tokens.
 
-    They are of shape (rows, tokens, length): PyTorch's cross entropy takes the classes second.
+    The logits have the shape (rows, tokens, length), because PyTorch's cross entropy expects the classes second.
     """
 
     def __init__(self):
@@ -56,7 +56,7 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, input_ids, position_ids=None, attention_mask=None):
-        if position_ids is None:  # a row is one text
+        if position_ids is None:  # one text per row
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.tokens(input_ids) + self.positions(position_ids)
         for block in self.blocks:
@@ -66,7 +66,7 @@ class GPT(nn.Module):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--cores", type=int, default=8)
-parser.add_argument("--characters", type=int, help="of the texts (default: all)")
+parser.add_argument("--characters", type=int, default=200_000, help="the number of characters to train on")
 args = parser.parse_args()
 tpufit.set_random_seed(0)
 

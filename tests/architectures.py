@@ -1,7 +1,7 @@
-"""Small nets of the true structure of the large ones they are named after, each with its data and how it is trained.
+"""Small nets with the structure of well-known large nets, each with its data and its training.
 
-None has a bias that nothing depends on, as before a batch norm or in an attention's keys: its gradient is zero but for
-rounding, and Adam makes whole steps of that, other ones on another CPU (`tests/test_goldens.py`).
+No net has a bias without effect, e.g. before a batch norm or in an attention's keys: its gradient would be zero except
+for rounding, and Adam would turn this into whole steps that differ between CPUs (`tests/test_goldens.py`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Architecture:
     """A net and its training.
 
     Attributes:
-        net: Makes it, with random weights.
-        data: `(x,)` or `(x, y)`, of 80 rows.
-        optimizer: Makes an optimizer of the net.
-        loss: As `compile` takes it; None if the model has a loss of its own.
-        metrics: Their names.
-        model: The class that trains it.
-        traces: How many of 5 steps run their Python, for the steps to be replayed from then on.
-        why_traced: What `fit` says of a step that can't be replayed; then all 5 do.
+        net: Creates the net, with random weights.
+        data: `(x,)` or `(x, y)`, with 80 rows.
+        optimizer: Creates an optimizer for the net.
+        loss: The argument of `compile`; None if the model computes its own loss.
+        metrics: The names of the metrics.
+        model: The model's class.
+        traces: The number of steps, out of 5, that run their Python; later steps are replayed.
+        why_traced: The message of `fit` about a step that can't be replayed; then all 5 steps run their Python.
     """
 
     net: Callable[[], nn.Module]
@@ -117,7 +117,7 @@ class ConvNeXtBlock(nn.Module):
     def forward(self, x):
         h = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
         h = self.scale * self.project(F.gelu(self.expand(h)))
-        if self.training:  # stochastic depth: a row is left as it is, or not
+        if self.training:  # stochastic depth: the block is skipped for some rows
             h = h * (torch.rand(len(h), 1, 1, 1, device=h.device) >= self.drop) / (1 - self.drop)
         return x + h.permute(0, 3, 1, 2)
 
@@ -270,7 +270,7 @@ def matrices_decay(net: nn.Module) -> optim.Optimizer:
 
 
 def of_tokens(logits, tokens):
-    """Cross entropy of (batch, length, words) and (batch, length)."""
+    """Cross-entropy of (batch, length, words) and (batch, length)."""
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
@@ -324,25 +324,27 @@ def llama() -> nn.Module:
 
 
 class Translator(nn.Module):
-    """PyTorch's own encoder and decoder."""
+    """PyTorch's encoder and decoder."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(WORDS, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.02)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that without biases it won't take a way that it takes in evaluations only
+            warnings.simplefilter(
+                "ignore"
+            )  # PyTorch warns that without biases it doesn't use a fast path of evaluations
             self.transformer = nn.Transformer(WIDTH, 2, 1, 1, 32, dropout=0.1, batch_first=True, bias=False)
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, source, target):
         source, target = self.embed(source) + self.positions, self.embed(target) + self.positions
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, device=target.device)
-        # Left to find out by itself that the mask is causal, nn.Transformer would look at its values.
+        # Without is_causal, nn.Transformer would read the mask's values to detect a causal mask.
         return self.head(self.transformer(source, target, tgt_mask=mask, tgt_is_causal=True))
 
 
 class Experts(nn.Module):
-    """Feed-forward nets of which each token uses the two that its gate likes best; all are computed, and masked."""
+    """Feed-forward nets; each token uses the two with the highest gates. All are computed, and masked."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -375,7 +377,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Balanced(tpufit.Model):
-    """Adds to the loss what the experts' unequal use costs."""
+    """Adds a penalty on unequal use of the experts to the loss."""
 
     def compute_loss(self, x, y, y_pred, sample_weight=None):
         logits, imbalance = y_pred
@@ -389,7 +391,7 @@ class Balanced(tpufit.Model):
 
 
 class Recurrent(nn.Module):
-    """Tokens to a class, by the mean output of a recurrent net."""
+    """Classifies tokens by the mean output of a recurrent net."""
 
     def __init__(self, make: Callable[..., nn.Module], width: int, **options: Any) -> None:
         super().__init__()
@@ -442,7 +444,7 @@ class BagOfWords(nn.Module):
 
 
 class DeepFM(nn.Module):
-    """A factorisation machine and a deep net over the same embedded categories."""
+    """A factorisation machine and a deep net with shared embeddings of categories."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -459,7 +461,7 @@ class DeepFM(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Embeds two views so that those of one row meet."""
+    """Embeds two views so that the views of the same row are close."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -474,7 +476,7 @@ class TwoTowers(nn.Module):
 
 
 class Contrastive(tpufit.Model):
-    """Each row's own partner, out of all the batch, is its class."""
+    """A loss whose classes are the rows of the batch: each row's class is its partner."""
 
     def compute_loss(self, x, y, y_pred, sample_weight=None):
         own = torch.arange(len(y_pred), device=y_pred.device)
@@ -517,7 +519,7 @@ class TwoLosses(tpufit.Model):
         super().update_metrics(x, y["label"], y_pred["label"], sample_weight)
 
 
-# Generators, and steps of their own
+# Generative nets, with custom steps
 
 
 class VAE(nn.Module):
@@ -593,7 +595,7 @@ class WGAN(nn.Module):
 
 
 class Wasserstein(tpufit.Model):
-    """The critic takes two steps for one of the generator's, with a penalty on its gradient's length."""
+    """The critic takes two steps for each step of the generator, with a penalty on its gradient's norm."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -619,7 +621,7 @@ class Wasserstein(tpufit.Model):
 
 
 class Denoiser(nn.Module):
-    """Tells the noise in an image of a known noise level."""
+    """Predicts the noise in an image with a known noise level."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -654,7 +656,7 @@ def _projector(inputs: int) -> nn.Sequential:
 
 
 class Twins(nn.Module):
-    """A net, and a slow copy of it that no optimizer touches."""
+    """A net, and a slow copy of it that no optimizer changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -663,7 +665,7 @@ class Twins(nn.Module):
 
 
 class Bootstrap(tpufit.Model):
-    """BYOL: one view predicts what the slow copy makes of another; the copy follows as a moving average."""
+    """BYOL: one view predicts the slow copy's output for another view; the copy is a moving average."""
 
     def train_step(self, batch):
         (x,) = batch
@@ -678,7 +680,7 @@ class Bootstrap(tpufit.Model):
 
 
 class ActNorm(nn.Module):
-    """Begins with the statistics of its first batch."""
+    """Initializes itself with the statistics of its first batch."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -695,7 +697,7 @@ class ActNorm(nn.Module):
 
 
 class Coupling(nn.Module):
-    """Scales and shifts one half by what a net makes of the other."""
+    """Scales and shifts one half of the features by a net's output for the other half."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -749,7 +751,7 @@ class Alternating(nn.Module):
 
 
 class TeacherForced(nn.Module):
-    """Repeats what it has read. While it learns, words follow the true ones or its own, by the toss of a coin."""
+    """Repeats its input. During training, the next input is the true word or its own prediction, at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -802,7 +804,7 @@ ARCHITECTURES = {
         of_tokens,
     ),
     "GPT": Architecture(GPT, _next_words, matrices_decay, of_tokens),
-    # The tables are built in the first trace, and used as constants from the second on.
+    # The tables are built in the first trace, and are constants from the second trace on.
     "Llama": Architecture(llama, _next_words, of_all(optim.AdamW, lr=1e-3), of_tokens, traces=3),
     "mixture of experts": Architecture(
         MixtureOfExperts, _text, of_all(optim.AdamW, lr=1e-3), **_classes, model=Balanced

@@ -1,4 +1,4 @@
-"""Sources and transforms for the tests of caches, in a module where worker processes find them."""
+"""Sources and transforms for tests of caches, in a module that worker processes can import."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 
 class Everything(Dataset):
-    """Samples with a leaf of each kind. A row of the image is copied by itself, the others are gathered by NumPy."""
+    """Samples with a leaf of each kind. Rows of the image are copied singly, the others are gathered by NumPy."""
 
     def __init__(self, rows=120):
         self.rows = rows
@@ -24,7 +24,7 @@ class Everything(Dataset):
     def __getitem__(self, index):
         values = np.random.default_rng(index)
         image = values.integers(0, 256, (3, 64, 96), dtype=np.uint8)
-        image.flags.writeable = False  # as PIL gives them
+        image.flags.writeable = False  # as PIL returns them
         return {
             "image": image,
             "pair": (torch.tensor([index, -index], dtype=torch.bfloat16), [values.normal(size=(2, 2))]),
@@ -38,7 +38,7 @@ class Everything(Dataset):
 
 
 def expected(samples):
-    """What a batch of such samples must be."""
+    """Return the expected batch of such samples."""
     return {
         "image": torch.stack([torch.tensor(sample["image"]) for sample in samples]),
         "pair": (
@@ -67,12 +67,12 @@ class Rows(Dataset):
         return torch.full((256,), index, dtype=torch.int32), index
 
 
-# What 16 rows of it need, and of what `noise` makes of them, in MiB.
+# The size of 16 rows, and of the results of `noise` for them, in MiB.
 FILES_OF_16, NOISE_OF_16 = 16 * 1032 / 2**20, 16 * 40 / 2**20
 
 
 def noise(sample):
-    """Random numbers from each generator there is."""
+    """Return random numbers from each generator."""
     return sample[1], random.random(), np.random.normal(size=2), torch.rand(3)
 
 
@@ -82,13 +82,13 @@ def slow(sample):
 
 
 def note_process(sample):
-    """Leave a file with the process's number in the folder that PIDS names."""
+    """Write a file named after the process's id into the folder in the variable PIDS."""
     open(os.path.join(os.environ["PIDS"], str(os.getpid())), "a").close()
     return slow(sample)
 
 
 def with_modules(sample):
-    """Whether the process that makes the sample has loaded torch_xla."""
+    """Return whether the process that creates the sample has imported torch_xla."""
     return sample, "torch_xla" in sys.modules
 
 
@@ -114,7 +114,7 @@ class DieAt(FailAt):
 
 
 class FillDiskAt(FailAt):
-    """Leave no room on the disk from one sample on, but not again where there was none before."""
+    """Simulate a full disk from one sample on, but only once."""
 
     def __init__(self, index, ballast):
         super().__init__(index)

@@ -1,20 +1,21 @@
-"""What every test may use: `run_python`, and `@pytest.mark.cores(1, 8)` with the fixtures `cores` and `place`.
+"""Fixtures for all tests: `run_python`, and `@pytest.mark.cores(1, 8)` with the fixtures `cores` and `place`.
 
-A test marked `cores` runs once for each number of XLA cores, in a process for it (see `on_cores.py`). To debug one
-in this process: `pytest tests/test_x.py -k test_y --on-cores 8 --pdb`. No other test may start the device, and none
-does unnoticed.
+A test marked `cores` runs once for each number of XLA cores, in a separate process (see `on_cores.py`). To debug a test
+in this process: `pytest tests/test_x.py -k test_y --on-cores 8 --pdb`. Other tests must not start the device; they fail
+if they do.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
-import multiprocessing.spawn
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from tpufit.backend import Placement
 
 ROOT = Path(__file__).resolve().parent.parent
-# What takes longest comes first, in this order, so that no core is left with one of them at the end.
+# The longest files run first, in this order, so that no processor runs one of them alone at the end.
 LONGEST = [
     "test_examples.py",
     "test_pod_faults.py",
@@ -39,7 +40,7 @@ LONGEST = [
     "test_cache_faults.py",
     "test_kills.py",
 ]
-# They compile with the TPU's compiler, and the JAX that belongs to it is made for Python 3.11 and later.
+# These files use the TPU's compiler, whose version of JAX needs Python 3.11.
 collect_ignore = [
     "test_flash.py",
     "test_flash_programs.py",
@@ -49,9 +50,14 @@ collect_ignore = [
 ]
 collect_ignore += ["faults/test_preflight_faults.py"]
 collect_ignore = collect_ignore if sys.version_info < (3, 11) else []
-# A shell starts what it runs in the background with SIGINT ignored, and so would every process be that a test starts:
-# those that are interrupted would never end.
+# The runtimes for tests marked `cores`, with their most cores. Without a runtime these tests are skipped.
+RUNTIMES = {"torch_xla": sys.maxsize, "torch_tpu": 4}
+# A shell starts background processes with SIGINT ignored, which the tests' processes would inherit: tests that
+# interrupt a process would hang.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_installed = functools.cache(lambda name: find_spec(name) is not None)
 
 
 class RunPython(Protocol):
@@ -63,19 +69,23 @@ class RunPython(Protocol):
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("cores")
     group.addoption("--on-cores", type=int, metavar="N", help="run only the tests for N XLA cores, right here")
-    group.addoption("--journal", help="where a process started by another pytest writes what it did")
+    group.addoption("--journal", help="the file in which a child of pytest records its tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Also for the processes that tests start. The library itself says how many virtual cores there are, and keeps XLA
-    # quiet.
+    # The processes that tests start inherit these variables. tpufit itself sets the number of virtual cores, and XLA's
+    # log level.
     os.environ["PJRT_DEVICE"] = "CPU"
-    # PyTorch's threads sleep when there is nothing to do, and leave the processors to the tests beside this one.
+    # Idle threads of PyTorch sleep, and leave the processors to other tests.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for name in ("CPU_NUM_DEVICES", "TF_CPP_MIN_LOG_LEVEL"):
         os.environ.pop(name, None)
-    if not config.getoption("--journal"):  # a child has what its parent gives it
+    if not config.getoption("--journal"):  # a child inherits them from its parent
         xla_flags.compile_quickly()
+        if _installed("torch_tpu"):
+            import plugins
+
+            os.environ.update(plugins.as_tpu())
     half = on_cores.Parent if config.getoption("--on-cores") is None else on_cores.Child
     config.pluginmanager.register(half(config), "on-cores")
 
@@ -83,27 +93,46 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("cores")
     if marker:
-        if "cores" not in metafunc.fixturenames:  # the test doesn't ask for the number
+        if "cores" not in metafunc.fixturenames:  # the test doesn't use the number
             metafunc.fixturenames.append("cores")
-        # `make check` runs on one core, but for the files that ask for all or for none.
+        # `make check` runs on one core only, because processes take long to start; `quick` changes this for a file.
         most = {None: 1, True: max(marker.args), False: 0}[marker.kwargs.get("quick")]
+        most = min(most, 1) if _installed("torch_tpu") else most
         alone = "-alone" if marker.kwargs.get("alone") else ""
         counts = []
-        for count in marker.args:
+        for count in _counts(marker.args):
             counts.append(pytest.param(count, id=f"cores{count}{alone}", marks=[pytest.mark.slow] * (count > most)))
         metafunc.parametrize("cores", counts, indirect=True, scope="module")
 
 
+def _most_cores() -> int:
+    return max((most for name, most in RUNTIMES.items() if _installed(name)), default=0)
+
+
+def _counts(counts: Iterable[int]) -> list[int]:
+    """Limit numbers of cores to the most that the installed runtime supports."""
+    return list(dict.fromkeys(min(count, _most_cores() or count) for count in counts))
+
+
+def _runs_here(item: pytest.Item) -> bool:
+    """True if the runtimes that a test needs are installed, and have enough cores."""
+    needed = [name for marker in item.iter_markers("runtime") for name in marker.args]
+    count = on_cores.count_of(item) or 0
+    return all(map(_installed, needed)) and count <= _most_cores()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not _runs_here(item)])
+    items[:] = [item for item in items if _runs_here(item)]
     for item in items:
-        if any(on_cores.count_of(item) in marker.args for marker in item.iter_markers("soak_on")):
+        if any(on_cores.count_of(item) in _counts(marker.args) for marker in item.iter_markers("soak_on")):
             item.add_marker(pytest.mark.soak)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """With `pytest -n 2`, one worker gets all tests of a bundle: they share a process."""
+    """With `pytest -n 2`, one worker gets all tests of a bundle, because they share a process."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
@@ -115,7 +144,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             super().schedule()
 
         def _assign_work_unit(self, node: object) -> None:
-            self.workqueue.move_to_end(min(self.workqueue, key=_turn), last=False)
+            first = min(self.workqueue, key=_turn)
+            self.workqueue.move_to_end(first, last=False)
             super()._assign_work_unit(node)
 
     bundles: dict[str, str] = {}
@@ -134,40 +164,41 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="module")
 def cores(request: pytest.FixtureRequest) -> int:
-    """The number of XLA cores that this process is for."""
+    """The number of XLA cores of this process."""
     try:
         return request.param
     except AttributeError:
-        pytest.fail("a test that uses `cores` is marked with the numbers: @pytest.mark.cores(1, 8)")
+        pytest.fail("a test that uses `cores` needs a mark with the numbers: @pytest.mark.cores(1, 8)")
 
 
 @pytest.fixture
 def place(cores: int) -> Placement:
-    """The cores that this process is for, as a place to run steps at."""
+    """The placement on this process's cores."""
     from tpufit import runtime
 
     return runtime.placement_on(runtime.start(cores, "test"))
 
 
 @pytest.fixture(autouse=True)
-def _off_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+def _without_device(request: pytest.FixtureRequest) -> Iterator[None]:
     before = "torch_xla" in sys.modules
     yield
     if request.config.getoption("--on-cores") is None and not before and "torch_xla" in sys.modules:
-        pytest.fail("this test imported torch_xla into pytest's own process: mark it `cores`, or use `run_python`")
+        pytest.fail("this test imported torch_xla into pytest's process: mark it `cores`, or use `run_python`")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _apart(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Hide what there is before a file's first test from the garbage collector, and end with nothing left to collect.
+def _frozen(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Freeze the objects that exist before a file's first test, and collect garbage after its last test.
 
-    Whoever asks the collector for all objects (each capture of a step does) is then not given those of torch and of
-    other files, which are half a million, and looking at them takes a quarter of a second.
+    Each capture of a step asks the garbage collector for all objects. Half a million objects of torch and of other
+    files would take a quarter of a second; frozen objects aren't listed.
     """
     if request.config.getoption("--on-cores") is None:
         yield
         return
-    import torch_xla  # noqa: F401 - most of them are its own
+    if _installed("torch_xla"):
+        import torch_xla  # noqa: F401 - most objects are torch_xla's
 
     gc.freeze()
     yield
@@ -175,35 +206,24 @@ def _apart(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _still_apart(request: pytest.FixtureRequest, _apart: None) -> None:
-    """Hide them again after a test that started workers, for which tpufit freezes and unfreezes, or imported much."""
+def _still_frozen(request: pytest.FixtureRequest, _frozen: None) -> None:
+    """Freeze objects again after a test with many imports, or with workers, for which tpufit unfreezes all objects."""
     if request.config.getoption("--on-cores") is not None and len(gc.get_objects()) > 100_000:
         gc.collect()
         gc.freeze()
 
 
-@pytest.fixture(scope="module")
-def warm_children() -> Iterator[None]:
-    """Let the processes that the library starts be forks, too, and those of `multiprocessing`; see `warm.py`."""
-    before, python = multiprocessing.spawn.get_executable(), processes.SERVER.python()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", python)
-        multiprocessing.set_executable(python)
-        yield
-    multiprocessing.set_executable(before)
-
-
 @pytest.fixture
 def run_python(tmp_path: Path) -> RunPython:
-    """Run code in a Python of its own, in `tmp_path`, with the checkout's tpufit.
+    """Run code in a separate Python process, in `tmp_path`, with the checkout's tpufit.
 
     Args:
-        timeout: Seconds; a process that takes longer is killed with all that it started, and the test fails.
+        timeout: Seconds; after this time the process and its descendants are killed, and the test fails.
         env: Changes to the environment; None removes a variable.
-        fresh: True for a test of what a new Python does: what it imports, how long that takes, what memory it needs.
+        fresh: True for a test of a new Python: of its imports, their duration, or its memory.
 
     Returns:
-        The finished process with its output as text, whatever its exit code is.
+        The finished process with its output as text, also if its exit code isn't 0.
     """
 
     def run(

@@ -1,4 +1,4 @@
-"""The engine of a model, for tests of the engine and of what it is given to."""
+"""The engine of a model, for tests of the engine and of code that uses it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tpufit.step.engine import Engine
 
 
 def engine_of(model: tpufit.Model) -> Engine:
-    """The engine that `compile` has made last. A test of what `fit` does asks the model instead."""
+    """Return the engine that the last `compile` has created. Tests of `fit` use the model's public methods instead."""
     engine: Engine = model._engine
     return engine
 
 
 def engine_on(cores: int, model: tpufit.Model) -> Engine:
-    """The engine of a model, which is moved to its cores as `fit` does."""
+    """Return the engine of a model after moving it to its cores, as `fit` does."""
     engine = engine_of(model)
     engine.move_to(engine.place_on(runtime.start(cores, "test")))
     return engine

@@ -1,4 +1,4 @@
-"""A model with no training in it: what callbacks may touch, for tests that feed them numbers."""
+"""A model without training, with the members that callbacks may use, for tests that pass numbers to callbacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tpufit.utils.counters import Counts
 
 
 class FakeModel:
-    """One weight, whose value a test sets to tell one epoch's weights from another's."""
+    """A single weight, whose value a test sets to distinguish the weights of epochs."""
 
     def __init__(self, directions: Mapping[str, bool] | None = None, lr: float = 0.1) -> None:
         self.module: nn.Module = nn.Linear(1, 1, bias=False)
@@ -80,4 +80,4 @@ class FakeModel:
         return Report((), Counts(), {})
 
 
-_: type[TrainedModel] = FakeModel  # mypy proves that the fake has what callbacks may touch
+_: type[TrainedModel] = FakeModel  # mypy proves that the fake has the members that callbacks may use

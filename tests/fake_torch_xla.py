@@ -1,7 +1,7 @@
-"""A stand-in for torch_xla on machines that aren't here: hosts with TPUs, pods, a runtime that somebody started.
+"""A stand-in for torch_xla on other machines: hosts with TPUs, pods, a runtime that has already started.
 
-Only what `tpufit.runtime.devices` and the places of a mesh touch, with the behaviour that torch_xla 2.9 documents. No
-TPU has run any of it.
+It has only the members that `tpufit.drivers.xla` and meshes use, with the behaviour that torch_xla 2.9 documents. It
+was never compared with a TPU.
 """
 
 import sys
@@ -20,9 +20,9 @@ def install(
     fails=None,
     own=None,
 ):
-    """Put the fake in place of torch_xla, and return it; `calls` lists what was done to it.
+    """Replace torch_xla by the fake, and return it; its `calls` lists the calls.
 
-    `own` are the numbers of this process's devices (default: all).
+    `own` are the indices of this process's devices (default: all).
     """
     fake, runtime = ModuleType("torch_xla"), ModuleType("torch_xla.runtime")
     fake.calls = []
@@ -49,8 +49,12 @@ def install(
     runtime.process_count = lambda: processes
     runtime.is_spmd = lambda: spmd
     runtime.use_spmd = use_spmd
-    for kernels in ("lower_missing", "narrow_indices"):  # they stand around torch_xla's own, which aren't here
-        monkeypatch.setattr(f"tpufit.runtime.devices.{kernels}", lambda: None)
+    for kernels in (
+        "lower_missing",
+        "mend_kernels",
+        "narrow_indices",
+    ):  # these wrap torch_xla's kernels, which the fake lacks
+        monkeypatch.setattr(f"tpufit.drivers.xla.start.{kernels}", lambda *key: None)
     monkeypatch.setitem(sys.modules, "torch_xla", fake)
     monkeypatch.setitem(sys.modules, "torch_xla.runtime", runtime)
     return fake

@@ -1,14 +1,15 @@
-"""Trainings whose every bit was recorded: what `tests/test_goldens.py` holds the code to.
+"""Trainings whose results were recorded bit for bit, for `tests/test_goldens.py`.
 
-    python tests/goldens.py --record [NAME...]             # runs all or some, and writes tests/goldens/
+    python tests/goldens.py --record [NAME...]             # runs all or some, and writes tests/goldens/; where
+                                                           # TorchTPU is installed, only its checkpoint
     python tests/goldens.py --cores 8 --into FILE NAME...  # runs some here, and writes a line of JSON for each
 
-Bits depend on how XLA generates code and on how many threads share a sum. So the trainings run in processes of their
-own, one for each number of cores, in the environment that was recorded with them (`ENVIRONMENT`). A process counts the
-graphs that it compiles, and compiles none twice: each small net has a width of its own, so that no count depends on
-what ran before; see `KEEPING` for those that run in a fixed order instead.
+Bits depend on XLA's code generation and on the number of threads that share a sum. So the trainings run in separate
+processes, one for each number of cores, in the recorded environment (`ENVIRONMENT`). A process counts the graphs that
+it compiles, and compiles none twice. Each small net has a unique width, so that no count depends on earlier items; the
+items in `KEEPING` run in a fixed order instead.
 
-Only tpufit's public names are used, for all others may change.
+Only tpufit's public names are used, because other names may change.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +55,14 @@ from tpufit.runtime import counts
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(__file__).with_suffix("")
+CROSSING = DATA / "torch_tpu"
 CORES = (1, 8)
 
 ENVIRONMENT = {
-    # Quick to compile, one thread for each core's work, and no instruction that only some of today's machines have.
+    # Quick compilation, one thread for each core's work, and only instructions that all current machines have.
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_multi_thread_eigen=false --xla_cpu_max_isa=AVX2",
-    # PyTorch's own kernels make the weights, and run what is eager or falls back.
+    # PyTorch's kernels initialize the weights, and run eager steps and fallbacks.
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_CBWR": "COMPATIBLE",
@@ -69,23 +72,23 @@ ENVIRONMENT = {
 
 
 def computer() -> str:
-    """What may change bits here: the release of torch, and thereby of XLA, and the features of the CPU."""
-    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
-    flags = sorted(flag for flag in (found[1].split() if found else []) if re.match(r"avx|amx|fma|f16c", flag))
+    """Describe what bits depend on: the release of torch, which determines XLA's, and the features of the CPU."""
+    match = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    flags = sorted(flag for flag in (match[1].split() if match else []) if re.match(r"avx|amx|fma|f16c", flag))
     return f"torch {torch.__version__.partition('+')[0]}, {' '.join(flags)}"
 
 
 def recorded(cores: int) -> dict[str, Any]:
-    """What was recorded: the `"environment"`, and the `"items"` by name, each with the `"computer"` it was on."""
+    """Return the record: the `"environment"`, and the `"items"` by name, each with its `"computer"`."""
     return json.loads((DATA / f"cores{cores}.json").read_text())
 
 
 def run(cores: int, names: Container[str], environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """Run some items in a process of their own.
+    """Run items in a separate process.
 
     Returns:
-        What each of them left, `{"error": ...}` for one that raised, and nothing for those that a process which died or
-        hung didn't come to; and what the process wrote to standard error.
+        The results by item: `{"error": ...}` for an item that raised, and no entry for an item that didn't run because
+        the process died or hung; and the process's standard error.
     """
     changed = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "2", **environment}
     changed.pop("CPU_NUM_DEVICES", None)
@@ -95,15 +98,15 @@ def run(cores: int, names: Container[str], environment: Mapping[str, str]) -> tu
         into.touch()
         command = [sys.executable, "-X", "faulthandler", __file__, "--cores", str(cores), "--into", str(into), *due]
         try:
-            said = processes.run(command, timeout=120 + 60 * len(due), cwd=folder, env=changed).stderr
+            output = processes.run(command, timeout=120 + 60 * len(due), cwd=folder, env=changed).stderr
         except subprocess.TimeoutExpired as expired:
-            said = str(expired.stderr)
+            output = str(expired.stderr)
         found = dict(json.loads(line) for line in into.read_text().splitlines())
-    return found, said
+    return found, output
 
 
 def losses(found: Mapping[str, Any]) -> dict[str, float]:
-    """The losses of an item's steps and epochs as plain numbers, by name and position."""
+    """Return the losses of an item's steps and epochs as numbers, by name and position."""
     return {
         f"{part} {name} {i}": float.fromhex(value)
         for part in ("steps", "epochs")
@@ -114,7 +117,7 @@ def losses(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Losses(Callback):
-    """Keeps the logs of each batch, which don't wait for the device until they are read."""
+    """Keeps the logs of each batch, which wait for the device only when they are read."""
 
     reads_weights = False
 
@@ -126,22 +129,22 @@ class Losses(Callback):
 
 
 class Record:
-    """What an item leaves, as JSON can hold it.
+    """The results of an item, in a form that JSON can store.
 
     Attributes:
-        found: The record: `"counts"` of each part of the item, and what the item adds.
+        found: The results: `"counts"` for each part of the item, and the item's own entries.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {"counts": {}}
 
     def counted(self, name: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call a method, and note what it made of graphs, waits and operations on the host."""
+        """Call a method, and record its graphs, waits and operations on the host."""
         before = counts()
         result = method(*args, **options)
         made = counts() - before
-        # How far the host may run ahead goes by the clock, and with it how often it waits for that.
-        waits = {reason: n for reason, n in made.waits.items() if reason not in ("throttle", "audit")}
+        # Without waits whose number depends on the clock, such as the limit on how far the host runs ahead.
+        waits = {reason: n for reason, n in made.waits.items() if reason not in ("throttle", "audit", "kept rows")}
         self.found["counts"][name] = {
             "graphs": dict(sorted(made.graphs.items())),
             "waits": dict(sorted(waits.items())),
@@ -151,14 +154,14 @@ class Record:
         return result
 
     def fit(self, model: tpufit.Model, *args: Any, callbacks: Sequence[Any] = (), **options: Any) -> None:
-        """Train, and note the logs of each step and epoch."""
+        """Train, and record the logs of each step and epoch."""
         losses = Losses()
         history = self.counted("fit", model.fit, *args, callbacks=[*callbacks, losses], verbose=0, **options).history
         self.found["steps"] = by_name(losses.logs)
         self.found["epochs"] = {name: exact(values) for name, values in sorted(history.items())}
 
     def state(self, model: tpufit.Model) -> None:
-        """Note the weights, the optimizer's state and the rate, at the end."""
+        """Record the weights, the optimizer's state and the rate at the end."""
         self.found["rate"] = exact(model.learning_rate)
         self.found["weights"] = digest(model.state_dict())
         model.to_cpu()
@@ -168,7 +171,7 @@ class Record:
 
 
 def exact(value: Any) -> Any:
-    """Numbers to the bit, in lists and dicts."""
+    """Convert the numbers in nested lists and dicts to exact hexadecimal texts."""
     if isinstance(value, Mapping):
         return {name: exact(own) for name, own in sorted(value.items())}
     if isinstance(value, (list, tuple)):
@@ -177,12 +180,12 @@ def exact(value: Any) -> Any:
 
 
 def by_name(logs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The logs of one batch after another, as a list for each name."""
+    """Convert a sequence of logs to a list for each name."""
     return {name: [exact(own[name]) for own in logs] for name in sorted(logs[0])}
 
 
 def digest(nest: Any) -> str:
-    """A hash of all arrays and tensors of a nest: their dtypes, shapes and bits."""
+    """Return a hash of all arrays and tensors in a nest: their dtypes, shapes and bits."""
     found = hashlib.sha256()
     for leaf in tree_leaves(nest):
         array = torch.as_tensor(leaf).detach().cpu().contiguous() if not isinstance(leaf, np.ndarray) else leaf
@@ -196,14 +199,14 @@ class Training:
     """A training of two epochs.
 
     Attributes:
-        net: Makes the net.
-        optimizer: Makes an optimizer of the net.
-        data: `(x,)` or `(x, y)`, or a function from the batch's size per core to arguments of `fit`.
+        net: Creates the net.
+        optimizer: Creates an optimizer for the net.
+        data: `(x,)` or `(x, y)`, or a function from the batch size per core to arguments of `fit`.
         compile: Further arguments of `compile`.
         fit: Further arguments of `fit`.
-        callbacks: Makes the callbacks.
-        model: The class that trains it.
-        validates: Whether the model can evaluate and predict.
+        callbacks: Creates the callbacks.
+        model: The model's class.
+        validates: True if the model can evaluate and predict.
     """
 
     net: Callable[[], nn.Module]
@@ -236,7 +239,7 @@ class Training:
 
 
 def of(name: str) -> Training:
-    """An architecture's training. Only those with PyTorch's usual step have a `forward` to evaluate."""
+    """Return an architecture's training. Only architectures with the default step have a `forward` to evaluate."""
     architecture = ARCHITECTURES[name]
     return Training(
         architecture.net,
@@ -249,7 +252,7 @@ def of(name: str) -> Training:
 
 
 def _copying(model: type[tpufit.Model]) -> type[tpufit.Model]:
-    """A model whose predictions are no views of other tensors, which `predict` can't return."""
+    """Return a class of models that copies its predictions, because `predict` can't return views of other tensors."""
 
     class Copying(model):
         def predict_step(self, batch):
@@ -259,13 +262,13 @@ def _copying(model: type[tpufit.Model]) -> type[tpufit.Model]:
 
 
 def small(width: int, bias: bool = False) -> nn.Sequential:
-    """A net with dropout and batch norm, which leaves a bias before it without a gradient but for rounding."""
+    """Return a net with dropout and batch norm. A bias before batch norm would have a gradient of only rounding."""
     first = nn.Linear(12, width, bias)
     return nn.Sequential(first, nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 4))
 
 
 def with_bias(width: int) -> nn.Sequential:
-    """The net of the checkpoints, whose first layer has a bias. It stays as it is: see `small`."""
+    """Return the net of the checkpoints, whose first layer has a bias. The bias is frozen: see `small`."""
     net = small(width, bias=True)
     net[0].bias.requires_grad_(False)
     return net
@@ -280,7 +283,7 @@ def momentum(net: nn.Module) -> optim.Optimizer:
 
 
 class Rivals(tpufit.Model):
-    """Two optimizers, the generator's being that of `compile`."""
+    """A model with two optimizers; the generator's is the optimizer of `compile`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -324,7 +327,7 @@ class Heads(nn.Module):
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Rows with noise from NumPy's and PyTorch's global generators, as an augmentation draws it."""
+    """Rows with noise from NumPy's and PyTorch's global generators, as in an augmentation."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -338,14 +341,14 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
 
 def trained(width: int, *, optimizer: Callable[[Any], Any] = adamw, **options: Any) -> Training:
-    """A training of the small net. What no field is called is an argument of `compile`."""
+    """Return a training of the small net. Options that aren't fields of `Training` are arguments of `compile`."""
     fields = {key: options.pop(key) for key in ("data", "fit", "callbacks") if key in options}
     compiled = {"loss": "cross_entropy", "metrics": ["accuracy"], **options}
     return Training(partial(small, width), optimizer, compile=compiled, **fields)
 
 
 def lr_found(cores: int) -> dict[str, Any]:
-    """`lr_find`, and a training after it, which it must not have changed."""
+    """Run `lr_find`, and a training afterwards, which it must not change."""
     tpufit.set_random_seed(0)
     net = small(50)
     model, record = tpufit.Model(net), Record()
@@ -360,7 +363,7 @@ def lr_found(cores: int) -> dict[str, Any]:
 
 
 def on_batches(cores: int) -> dict[str, Any]:
-    """What the methods for one batch return, and `evaluate` and `predict` with a short last batch."""
+    """Call the methods for one batch, and `evaluate` and `predict` with a short last batch."""
     tpufit.set_random_seed(0)
     net = small(51)
     model, record = tpufit.Model(net), Record()
@@ -383,13 +386,13 @@ def on_batches(cores: int) -> dict[str, Any]:
     return found
 
 
-# What goes on from a checkpoint
+# Trainings that resume from a checkpoint
 
-SAVED_AT, EPOCHS = 8, 4  # the third of an epoch's five batches, and the first of the two that make a step
+SAVED_AT, EPOCHS = 8, 4  # the third of an epoch's five batches, and the first of two accumulated batches
 
 
 class Warm(Callback):
-    """A rate that grows with the batches that it has seen. May end training after some of them."""
+    """Increases the rate with each batch. May end training after a number of batches."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.seen, self.stop_after = 0, stop_after
@@ -423,8 +426,8 @@ def compiled(width: int, seed: int = 11) -> tpufit.Model:
     return model
 
 
-def going_on(cores: int, folder: Path, seed: int, **resume: Any) -> dict[str, Any]:
-    """Train from the beginning, or from the checkpoint in the folder. Returns what comes after the checkpoint."""
+def train_or_resume(cores: int, folder: Path, seed: int, **resume: Any) -> dict[str, Any]:
+    """Train from the beginning, or from the checkpoint in the folder. Return the results after the checkpoint."""
     model, record = compiled(52, seed), Record()
     early = EarlyStopping(monitor="val_loss", patience=4, restore_best_weights=True)
     callbacks = [Warm(), early, ModelCheckpoint(folder, save_freq=SAVED_AT, keep_last=None)]
@@ -441,10 +444,26 @@ def going_on(cores: int, folder: Path, seed: int, **resume: Any) -> dict[str, An
 
 
 def checkpointed(cores: int) -> dict[str, Any]:
-    """From the `ModelCheckpoint` in the middle of an epoch."""
+    """Resume from the `ModelCheckpoint` in the middle of an epoch."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.unpack_archive(DATA / f"checkpoint-cores{cores}.zip", folder)
-        return going_on(cores, Path(folder), seed=99, resume=True)
+        return train_or_resume(cores, Path(folder), seed=99, resume=True)
+
+
+def write_crossed(cores: int) -> dict[str, Any]:
+    """Write a checkpoint with TorchTPU, and the results of its training."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = train_or_resume(cores, Path(folder), seed=11)
+        shutil.make_archive(str(CROSSING), "zip", folder, f"step-{SAVED_AT:010d}")
+    CROSSING.with_suffix(".json").write_text(json.dumps({part: found[part] for part in ("steps", "epochs")}) + "\n")
+    return found
+
+
+def crossed(cores: int) -> dict[str, Any]:
+    """Resume from the checkpoint that torch_tpu has written."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.unpack_archive(CROSSING.with_suffix(".zip"), folder)
+        return train_or_resume(cores, Path(folder), seed=99, resume=True)
 
 
 def fit_once_more(cores: int, model: tpufit.Model) -> dict[str, Any]:
@@ -458,7 +477,7 @@ def fit_once_more(cores: int, model: tpufit.Model) -> dict[str, Any]:
 
 
 def loaded(cores: int) -> dict[str, Any]:
-    """From what `Model.save` left when a callback had ended training in the middle of an epoch."""
+    """Train a model that was saved by `Model.save` after a callback had ended training in the middle of an epoch."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.unpack_archive(DATA / f"saved-cores{cores}.zip", folder)
         tpufit.set_random_seed(98)
@@ -466,10 +485,10 @@ def loaded(cores: int) -> dict[str, Any]:
 
 
 def write_checkpoints(cores: int) -> dict[str, Any]:
-    """Write both checkpoints. Returns what the trainings that they are from come to, which went on uninterrupted."""
+    """Write both checkpoints. Return the results of their trainings, which continued without interruption."""
     with tempfile.TemporaryDirectory() as folder:
-        found = {"checkpoint": going_on(cores, Path(folder), seed=11)}
-        # There is a later one too, from step 16.
+        found = {"checkpoint": train_or_resume(cores, Path(folder), seed=11)}
+        # The folder also has a later checkpoint, of step 16.
         written = f"step-{SAVED_AT:010d}"
         shutil.make_archive(str(DATA / f"checkpoint-cores{cores}"), "zip", folder, written)
     model = compiled(53)
@@ -558,15 +577,18 @@ ITEMS: dict[str, Callable[[int], dict[str, Any]]] = {
     "lr_find": lr_found,
 }
 
-# The metric that these have keeps the batches, for which torch_xla compiles graphs of the batch's shape alone. Whoever
-# comes first has them counted, so they are the first in a process, and none runs without those before it.
+# From one engine to the other, compared up to rounding.
+CROSSED = {"checkpoint by torch_tpu": crossed, "write the checkpoint of torch_tpu": write_crossed}
+
+# These items have a metric that keeps batches, for which torch_xla compiles graphs that depend only on the batch's
+# shape. The first item counts these graphs. So these items run first in a process, each after all items before it.
 KEEPING = ("checkpoint", "saved", "several outputs", "short last batch", "on batches")
 
 
 def in_order(names: Container[str]) -> list[str]:
-    """The items with these names and those that must come before them, in their order."""
+    """Return the items with these names and the items that must run before them, in order."""
     last = max((i for i, name in enumerate(KEEPING) if name in names), default=-1)
-    return [name for i, name in enumerate(ITEMS) if name in names or i <= last]
+    return [name for i, name in enumerate([*ITEMS, *CROSSED]) if name in names or i <= last]
 
 
 def _frozen(net: nn.Module) -> nn.Module:
@@ -575,15 +597,15 @@ def _frozen(net: nn.Module) -> nn.Module:
 
 
 def _run_here(cores: int, into: Path, names: Sequence[str]) -> None:
-    """Run items in this process, and write what they leave, a line each."""
-    warnings.simplefilter("ignore")  # that a net can't be replayed, or that the data are slow
+    """Run items in this process, and write the results of each in one line."""
+    warnings.simplefilter("ignore")  # e.g. that a net can't be replayed, or that the data are slow
     torch.set_num_threads(1)
     tpufit.init(cores=cores)
-    gc.freeze()  # each capture of a step looks at all objects: it needn't at those of the libraries
+    gc.freeze()  # each capture of a step lists all objects; it needn't list the libraries' objects
     with into.open("w", buffering=1) as file:
         for name in names:
             try:
-                found = write_checkpoints(cores) if name == _WRITING else ITEMS[name](cores)
+                found = write_checkpoints(cores) if name == _WRITING else (ITEMS | CROSSED)[name](cores)
             except Exception:
                 found = {"error": traceback.format_exc()}
             file.write(json.dumps([name, found]) + "\n")
@@ -594,7 +616,7 @@ _WRITING = "write the checkpoints"
 
 
 def _record(names: Container[str]) -> None:
-    """Run items here, and write what they left to `tests/goldens/`; the checkpoints only if there are none."""
+    """Run items here, and write their results to `tests/goldens/`; checkpoints only if they don't exist."""
     DATA.mkdir(exist_ok=True)
     for cores in CORES:
         uninterrupted: dict[str, Any] = {}
@@ -602,14 +624,14 @@ def _record(names: Container[str]) -> None:
             uninterrupted = _run_all(cores, [_WRITING])[_WRITING]
         found = {name: {**own, "computer": computer()} for name, own in _run_all(cores, in_order(names)).items()}
         for name, expected in uninterrupted.items():
-            for key in expected.keys() - {"counts"}:  # the graphs of the trainings before are there already
+            for key in expected.keys() - {"counts"}:  # earlier trainings have already compiled the graphs
                 if found[name][key] != expected[key]:
-                    sys.exit(f"{name} on {cores} cores: {key} differ after a resumption")
+                    sys.exit(f"{name} on {cores} cores: {key} differ after resuming")
         path = DATA / f"cores{cores}.json"
         if path.exists():
             before = recorded(cores)
             if before["environment"] != ENVIRONMENT and len(found) < len(ITEMS):
-                sys.exit(f"{path} was recorded with other flags: record everything")
+                sys.exit(f"{path} was recorded with other flags: record all items")
             found = before["items"] | {name: found[name] for name in found if name in names}
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name], sort_keys=True)}" for name in ITEMS)
         head = f'"environment": {json.dumps(ENVIRONMENT)}'
@@ -617,10 +639,10 @@ def _record(names: Container[str]) -> None:
 
 
 def _run_all(cores: int, names: Sequence[str]) -> dict[str, Any]:
-    found, said = run(cores, names, ENVIRONMENT)
+    found, output = run(cores, names, ENVIRONMENT)
     for name in names:
-        if "error" in found.get(name, {"error": said}):
-            sys.exit(f"{name} on {cores} cores failed: {found.get(name, {}).get('error', said)}")
+        if "error" in found.get(name, {"error": output}):
+            sys.exit(f"{name} on {cores} cores failed: {found.get(name, {}).get('error', output)}")
     return found
 
 
@@ -631,7 +653,9 @@ if __name__ == "__main__":
     parser.add_argument("--into", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME")
     given = parser.parse_args()
-    if given.record:
+    if given.record and find_spec("torch_xla") is None:
+        _run_all(1, ["write the checkpoint of torch_tpu"])
+    elif given.record:
         _record(given.names or ITEMS)
     else:
         _run_here(given.cores, given.into, given.names)

@@ -1,4 +1,4 @@
-"""A server of the Hugging Face Hub's protocol, in memory: as much of it as `HfFileSystem` uses for small files."""
+"""An in-memory server with the part of the Hugging Face Hub's protocol that `HfFileSystem` uses for small files."""
 
 import base64
 import hashlib
@@ -35,7 +35,7 @@ class Hub(ThreadingHTTPServer):
         return hashlib.sha1(str(self.commits).encode()).hexdigest()
 
     def entries(self, below=""):
-        """The files below a folder, and the folders."""
+        """Return the files below a folder, and the folders."""
         prefix = below + "/" if below else ""
         found = {}
         for path, content in self.files.items():

@@ -1,15 +1,19 @@
-"""Tries tpufit on copies of Kaggle's and Colab's images: `python tests/images.py`, or `python tests/images.py kaggle`.
+"""Tests tpufit on copies of Kaggle's and Colab's images: `python tests/images.py`, or `python tests/images.py kaggle`.
 
-For each it makes an environment in `.images/` with the image's Python and the versions that tpufit depends on, and
-proves by pip's own report that installing tpufit changes none of them. Then it runs there, on virtual cores:
-the doctor, a preflight, the image's notebook and the quick tests. The environments are kept; each takes 9 GB.
+For each image it creates an environment in `.images/` with the image's Python and the versions on which tpufit depends,
+and proves by pip's report that installing tpufit changes none of these versions. Then it runs the doctor, a preflight,
+the image's notebook and the quick tests there, on virtual cores. The environments are kept; each takes 9 GB.
 
-The images are tried side by side, each with its share of the processes: one downloads while another computes. Where
-the disk hasn't room for both environments, they are tried one after another, and what was tried is removed.
+Another image has TorchTPU, on the plugin of `pod/as_tpu.cc`. There it runs the doctor, the README's first program, a
+training that is killed, a notebook, tests of several cores and hosts, and the quick tests for the installed packages
+(`RUNTIMES` in `conftest.py`).
 
-Left to `make test` are tests of the checkout, which are the same with any Python: of its pages, of its imports and of
-the tests' own harness, which all tests here run through. On an image with the release of torch that `make test` has,
-so are those of the numbers that PyTorch and XLA compute in a step, which don't depend on Python either.
+The images are tested in parallel, each with its share of the processes, so that one downloads while another computes.
+If the disk has no room for all environments, they are tested one after another, and each is removed afterwards.
+
+Some tests run only in `make test`. Tests of the checkout (pages, imports, the test harness) don't depend on Python. If
+an image has the same release of torch as `make test`, tests of the numbers that PyTorch and XLA compute are skipped
+there; on the other image, tests of the host alone, such as tables and the wheel.
 """
 
 from __future__ import annotations
@@ -24,42 +28,57 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 
+import plugins
 from pages import ROOT, SITE, Page
 
 PLACE = ROOT / ".images"
-SIZE = 10 << 30  # of an environment, in bytes
 NOTEBOOK = "tests/test_examples.py::test_a_notebook_runs_without_a_warning"
 QUICK = ("-m", "not slow and not soak")
 OF_THE_CHECKOUT = ("docs", "floors", "harness", "house")
+# Tests of the host, which don't depend on the release of torch. They run on the newest Python.
+OF_THE_HOST = (
+    *("cache", "cache_fingerprint", "images", "plots", "prefetch", "remote", "tables", "tensorboard_server", "texts"),
+    *("tracebacks", "wheel"),
+)
+# Files that also run on four cores of TorchTPU, which refuses steps that read a value.
+ON_SEVERAL = ("last_batch", "predictions", "state")
 OF_TORCH = (
-    *("accumulation", "augment", "class_weight", "dropout", "ema", "flash", "group_numbers", "kernels", "losses"),
-    *("losses_by_output", "lowering", "masks", "metrics", "metrics_by_output", "named_schedules", "norms"),
-    *("optimizer_steps", "optimizers", "packing", "parameter_groups", "parity", "precision", "recompute", "schedules"),
-    *("sharding", "shared_counters"),
+    *("accumulation", "augment", "averages", "callbacks_tracker_callback", "class_weight", "dropout", "ema", "flash"),
+    *("goldens", "group_numbers", "kernels", "last_batch", "linear_algebra", "losses", "losses_by_output"),
+    *("lowering", "masks", "metrics", "metrics_by_output", "named_schedules", "norms", "operations"),
+    *("optimizer_steps", "optimizers", "packing", "parameter_groups", "parity", "precision"),
+    *("recompute", "schedules", "sharding", "shared_counters", "uneven_rows"),
 )
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image, as it was in 2026-11.
+    """An image as of 2026-11, or another environment of a user.
 
     Attributes:
-        python: Its Python.
-        versions: The packages that a user must not lose.
-        libraries: What its notebook imports besides, of any version.
-        left_out: Files of tests that `make test` runs, and that come to the same here.
+        python: Its version of Python.
+        versions: The packages that an installation must not change.
+        libraries: Further packages that its notebook imports, of any version.
+        extras: The extras of tpufit that a user may install there.
+        size: The disk space of its environment, in bytes.
+        left_out: Test files that are skipped, because `make test` covers them.
+        weight: Its share of the processes, relative to the others' 1.
     """
 
     python: str
     versions: Mapping[str, str]
-    libraries: tuple[str, ...]
+    libraries: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ("", "[xla]", "[preflight]")
+    size: int = 10 << 30
     left_out: tuple[str, ...] = OF_THE_CHECKOUT
+    weight: int = 1
 
 
-# Users' reports and the images' own repositories. The JAX of Kaggle is the one that torch_xla 2.8.0 names.
+# From users' reports and the images' repositories. Kaggle's JAX is the version that torch_xla 2.8.0 requires.
 IMAGES = {
     "kaggle": Image(
         "3.12",
@@ -71,7 +90,8 @@ IMAGES = {
             "jax": "0.6.2",
             "jaxlib": "0.6.2",
         },
-        ("timm",),
+        libraries=("timm",),
+        left_out=OF_THE_CHECKOUT + OF_THE_HOST,
     ),
     "colab": Image(
         "3.13",
@@ -83,14 +103,25 @@ IMAGES = {
             "jax": "0.7.2",
             "jaxlib": "0.7.2",
         },
-        ("transformers", "peft"),
-        OF_THE_CHECKOUT + OF_TORCH,
+        libraries=("transformers", "peft"),
+        left_out=OF_THE_CHECKOUT + OF_TORCH,
+    ),
+    "torchtpu": Image(
+        "3.11",
+        # The index may offer a build of PyTorch for CPUs.
+        {"torch": "2.13.0", "torch_tpu": "0.2.0", "libtpu": "0.0.51"},
+        libraries=("transformers",),
+        extras=("", "[tpu]"),
+        # Flash attention needs JAX. `remote` runs, because its training writes to a bucket.
+        left_out=(*OF_THE_CHECKOUT, "flash", *(file for file in OF_THE_HOST if file != "remote")),
+        size=4 << 30,
+        weight=2,  # it has the most tests, and its traces take longest
     ),
 }
 
 
 def pythons(version: str) -> Iterator[str]:
-    """The Pythons of a version on this machine: on the path, or kept by pyenv, uv or conda."""
+    """Yield the Pythons of a version on this machine: on the path, or installed by pyenv, uv or conda."""
     yield from filter(None, [shutil.which(f"python{version}"), sys.executable])
     home = Path.home()
     for pattern in (
@@ -103,108 +134,127 @@ def pythons(version: str) -> Iterator[str]:
 
 
 def python_of(version: str) -> str | None:
-    """A Python of a version, or None. One that is found may be another, or a link that leads nowhere."""
+    """Return a Python of a version, or None. Candidates may have another version, or be broken links."""
     ask = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
     for candidate in pythons(version):
-        said = subprocess.run([candidate, "-c", ask], capture_output=True, text=True)
-        if said.stdout.strip() == version:
+        answer = subprocess.run([candidate, "-c", ask], capture_output=True, text=True)
+        if answer.stdout.strip() == version:
             return candidate
     return None
 
 
 def run(*command: object, **environ: str) -> None:
-    """Run a command in the checkout, and end with it if it fails."""
+    """Run a command in the checkout, and exit if it fails."""
     print("$", *command, flush=True)
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PJRT_DEVICE")}
     status = subprocess.run([str(word) for word in command], cwd=ROOT, env={**kept, **environ}).returncode
     if status:
-        raise SystemExit(f"it ended with status {status}")
+        raise SystemExit(f"the command ended with status {status}")
 
 
-def made(name: str, image: Image, python: str) -> Path:
-    """The Python of an image's environment, which is made first unless there is one of the same versions."""
+def create(name: str, image: Image, python: str) -> Path:
+    """Return the Python of an image's environment; create it unless one with the same versions exists."""
     folder = PLACE / name
-    own, ready = folder / "bin" / "python", folder / "ready"
-    wanted = json.dumps([image.python, dict(image.versions)])
-    if not ready.exists() or ready.read_text() != wanted:
+    interpreter, ready = folder / "bin" / "python", folder / "ready"
+    versions = json.dumps([image.python, dict(image.versions)])
+    if not ready.exists() or ready.read_text() != versions:
         shutil.rmtree(folder, ignore_errors=True)
         run(python, "-m", "venv", folder)
-        # A pip that has --report.
-        run(own, "-m", "pip", "install", "--quiet", "--upgrade", "pip")
-        run(*_install(own), *(f"{one}=={number}" for one, number in image.versions.items()))
-        ready.write_text(wanted)
-    return own
+        # Upgraded, because older versions of pip lack --report.
+        run(interpreter, "-m", "pip", "install", "--quiet", "--upgrade", "pip")
+        run(*_install(interpreter), *(f"{package}=={number}" for package, number in image.versions.items()))
+        ready.write_text(versions)
+    return interpreter
 
 
-def _install(own: Path) -> tuple[object, ...]:
-    # Of torch's thousands of modules, those that are imported are compiled when they are.
-    return own, "-m", "pip", "install", "--quiet", "--no-compile"
+def _install(interpreter: Path) -> tuple[object, ...]:
+    # Python compiles torch's thousands of modules only when they are imported.
+    return interpreter, "-m", "pip", "install", "--quiet", "--no-compile"
 
 
-def prove_nothing_changes(own: Path, image: Image, checkout: Path) -> None:
-    """Let pip say what installing tpufit would install: nothing that the image has."""
+def prove_nothing_changes(interpreter: Path, image: Image, checkout: Path) -> None:
+    """Check by pip's report that installing tpufit would change no package of the image."""
     with tempfile.TemporaryDirectory() as folder:
-        for extra in ("", "[preflight]", "[tpu]"):
+        for extra in image.extras:
             report = Path(folder, "report.json")
-            what = f"{checkout}{extra}"
-            run(own, "-m", "pip", "install", "--quiet", "--dry-run", "--report", report, what)
-            found = [one["metadata"] for one in json.loads(report.read_text())["install"]]
-            names = {one["name"].lower().replace("-", "_"): one["version"] for one in found}
+            package = f"{checkout}{extra}"
+            run(interpreter, "-m", "pip", "install", "--quiet", "--dry-run", "--report", report, package)
+            packages = [one["metadata"] for one in json.loads(report.read_text())["install"]]
+            names = {one["name"].lower().replace("-", "_"): one["version"] for one in packages}
             changed = {one: names[one] for one in (*image.versions, "numpy") if one in names}
             if changed:
                 raise SystemExit(f"pip install '.{extra}' would change {changed}")
             print(f"pip install '.{extra}' changes none of {', '.join(image.versions)} and numpy", flush=True)
 
 
-def installed(name: str, image: Image, python: str) -> Path:
-    """The Python of an image's environment with tpufit in it, as it is now."""
-    own = made(name, image, python)
+def install(name: str, image: Image, python: str) -> Path:
+    """Install the current tpufit into an image's environment, and return its Python."""
+    interpreter = create(name, image, python)
     with tempfile.TemporaryDirectory() as folder:
-        # Of its own: pip writes into what it installs from.
+        # A copy, because pip writes into the folder from which it installs.
         checkout = Path(folder, "checkout")
         shutil.copytree(ROOT, checkout, symlinks=True, ignore=shutil.ignore_patterns(".*", "*.egg-info", "build"))
-        prove_nothing_changes(own, image, checkout)
+        prove_nothing_changes(interpreter, image, checkout)
         fixed = Path(folder, "fixed.txt")
-        fixed.write_text("".join(f"{one}=={number}\n" for one, number in image.versions.items()))
+        fixed.write_text("".join(f"{package}=={number}\n" for package, number in image.versions.items()))
         libraries = (f"{checkout}[test,examples]", *image.libraries)
-        run(*_install(own), "--constraint", fixed, *libraries)
-    return own
+        run(*_install(interpreter), "--constraint", fixed, *libraries)
+    return interpreter
 
 
 def try_out(name: str, image: Image, own: Path, jobs: str) -> None:
-    """Use tpufit in an image's environment."""
-    run(own, "-m", "tpufit", "doctor")
-    with tempfile.TemporaryDirectory() as folder:
-        train = Path(folder, "train.py")
-        train.write_text(Page(SITE / "guides" / "preflight.md").files["train.py"])
-        run(own, "-W", "error", "-m", "tpufit", "preflight", "--tpu", "v5e-8", train)
+    """Run the tests in an image's environment, the quick ones in `jobs` processes (a number, or "auto")."""
     tests = (own, "-m", "pytest", "-p", "no:cacheprovider")
-    run(*tests, f"{NOTEBOOK}[{name}.ipynb]", WARM_IMPORTS="")  # in a kernel that has imported nothing yet
+    parallel = (*tests, "--numprocesses", jobs, "--maxprocesses", "4")
+    if "torch_tpu" in image.versions:
+        plugin = plugins.as_tpu()
+        run(own, "-m", "tpufit", "doctor", **plugin)
+        with tempfile.TemporaryDirectory() as folder:
+            first = Path(folder, "first.py")
+            first.write_text(Page(ROOT / "README.md").program.replace("cores=8", "cores=1"))
+            run(own, "-W", "error", first, **plugin)
+        run(own, "tests/faults/kill_at_random.py", "3", **plugin)
+        run(own, "tests/faults/kill_at_random.py", "2", "--cores", "2", "--signals", "KILL", "OTHER", **plugin)
+        several = [f"tests/test_{file}.py" for file in ON_SEVERAL]
+        cores = [f"tests/test_torchtpu_{file}.py" for file in ("cores", "sharding", "notebook", "hosts")]
+        run(*parallel, "-m", "not soak", *cores, "tests/test_compile_cache.py", "tests/test_pod_faults.py")
+        run(*parallel, "-k", "cores4", "-m", "slow and not soak", *several)
+        run(*parallel, "-k", "keeps_and_restores", "-m", "slow and not soak", "tests/test_aliases.py")
+        notebook = "text"
+    else:
+        run(own, "-m", "tpufit", "doctor")
+        with tempfile.TemporaryDirectory() as folder:
+            train = Path(folder, "train.py")
+            train.write_text(Page(SITE / "guides" / "preflight.md").files["train.py"])
+            run(own, "-W", "error", "-m", "tpufit", "preflight", "--tpu", "v5e-8", train)
+        notebook = name
+    run(*tests, f"{NOTEBOOK}[{notebook}.ipynb]", WARM_IMPORTS="")  # in a kernel without prior imports
     left_out = [f"--ignore=tests/test_{file}.py" for file in image.left_out]
-    run(*tests, "--numprocesses", jobs, "--maxprocesses", "4", *QUICK, *left_out)
+    run(*parallel, *QUICK, *left_out)
 
 
-def try_image(name: str, jobs: str, only_install: bool) -> None:
-    """Make an image's environment and try it out, or say why not."""
+def try_image(name: str, jobs: str) -> None:
+    """Create an image's environment and test it, or print why not."""
     image, began = IMAGES[name], perf_counter()
     python = python_of(image.python)
     if python is None:
-        print(f"not tried, for this machine has no Python {image.python}", flush=True)
+        print(f"not tested, because this machine has no Python {image.python}", flush=True)
         return
-    own = installed(name, image, python)
-    if not only_install:
-        try_out(name, image, own, jobs)
-        print(f"tpufit works there; it took {perf_counter() - began:.0f} s", flush=True)
+    interpreter = install(name, image, python)
+    try_out(name, image, interpreter, jobs)
+    print(f"tpufit works there; it took {perf_counter() - began:.0f} s", flush=True)
 
 
-def try_side_by_side(names: Sequence[str], jobs: str, only_install: bool) -> None:
-    """Try each image in a process of its own, and show what they say as they say it, with their names."""
+def try_in_parallel(names: Sequence[str], jobs: str) -> None:
+    """Test each image in a separate process, and print their output with their names."""
     cpus = min(len(os.sched_getaffinity(0)), 4) if jobs == "auto" else int(jobs)
-    command = [sys.executable, __file__, "--jobs", str(-(-cpus // len(names))), *["--only-install"] * only_install]
+    weights = sum(IMAGES[name].weight for name in names)
 
     def status_of(name: str) -> int:
-        said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        with subprocess.Popen([*command, name], **said) as process:
+        share = -(-cpus * IMAGES[name].weight // weights)
+        command = [sys.executable, __file__, "--jobs", str(share), name]
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(command, **output) as process:
             for line in process.stdout:
                 print(f"{name}: {line}", end="", flush=True)
         return process.returncode
@@ -212,36 +262,36 @@ def try_side_by_side(names: Sequence[str], jobs: str, only_install: bool) -> Non
     with ThreadPoolExecutor(len(names)) as threads:
         statuses = list(threads.map(status_of, names))
     if any(statuses):
-        raise SystemExit(f"they ended with {dict(zip(names, statuses, strict=True))}")
+        raise SystemExit(f"the images ended with {dict(zip(names, statuses, strict=True))}")
 
 
 def without_room(names: Sequence[str]) -> list[str]:
-    """The images whose environments are still to be made, and for which the disk has no room."""
+    """Return the images without an environment, for which the disk has no room."""
     missing = [name for name in names if not (PLACE / name / "ready").exists()]
-    room = (shutil.disk_usage(ROOT).free - SIZE // 2) // SIZE
-    return missing[max(room, 0) :]
+    room = shutil.disk_usage(ROOT).free - (5 << 30)
+    taken = accumulate(IMAGES[name].size for name in missing)
+    return [name for name, so_far in zip(missing, taken, strict=True) if so_far > room]
 
 
-def try_in_turn(names: Sequence[str], jobs: str, only_install: bool, removes: bool) -> None:
-    """Try each image after another: first those whose environment is there, which makes room if it is removed."""
+def try_in_turn(names: Sequence[str], jobs: str, removes: bool) -> None:
+    """Test the images one after another; existing environments first, because removing them makes room."""
     for name in sorted(names, key=lambda name: not (PLACE / name / "ready").exists()):
         if without_room([name]):
-            print(f"{name}: not tried, for its environment takes {SIZE >> 30} GiB of disk", flush=True)
+            print(f"{name}: not tested, because it needs {IMAGES[name].size >> 30} GiB of disk", flush=True)
             continue
-        try_image(name, jobs, only_install)
-        if removes and not only_install:
-            shutil.rmtree(PLACE / name, ignore_errors=True)  # there is none where its Python is missing
+        try_image(name, jobs)
+        if removes:
+            shutil.rmtree(PLACE / name, ignore_errors=True)  # it doesn't exist if its Python is missing
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("image", nargs="*", choices=[*IMAGES, []], help="default: all")
     parser.add_argument("--jobs", default="auto", help="the processes of the quick tests (default: one a CPU)")
-    parser.add_argument("--only-install", action="store_true", help="make the environments, and try nothing out there")
     chosen = parser.parse_args()
     names = chosen.image or list(IMAGES)
     lacking = len(without_room(names))
     if len(names) > 1 and not lacking:
-        try_side_by_side(names, chosen.jobs, chosen.only_install)
+        try_in_parallel(names, chosen.jobs)
     else:
-        try_in_turn(names, chosen.jobs, chosen.only_install, removes=bool(lacking))
+        try_in_turn(names, chosen.jobs, removes=bool(lacking))

@@ -1,17 +1,17 @@
-"""Random mutants of the library, and the tests that notice them. By hand, on idle cores, for an hour or two:
+"""Finds random mutants of the library that no test notices. Run it by hand on idle cores; it takes an hour or two:
 
     python tests/mutants.py [--count 200] [--seed 0] [--seconds 60] [--soak] [--out FILE]
 
-A mutant is one small change of the code: another comparison, a number more, a condition turned round, a call left out.
-All of them are put into one copy of the checkout, each behind a switch that an environment variable turns on:
+A mutant is one small change of the code: a different comparison, a number plus one, a negated condition, a removed
+call. All mutants are inserted into one copy of the checkout, each behind a switch, an environment variable:
 
-    1. the quick tests run once with no switch on, and note which mutants each of them comes by, and its seconds
-    2. for each mutant its tests run with its switch on, the quickest first, until one fails: it is killed. It survives
-       if none does within `--seconds` of the tests' own time
+    1. the quick tests run once without switches, and record the mutants that each test reaches, and its seconds
+    2. for each mutant its tests run with its switch on, the quickest first, until one fails: the mutant is killed. It
+       survives if none fails within `--seconds` of the tests' own time
 
-What survives is either a gap in the tests or no fault at all, such as another way to the same. With `--soak` the tests
-of the soak are run on it too: what only they kill is what the quick ones miss. `--out` keeps each mutant's place, what
-was changed, how many tests came by, and the test that killed it.
+A surviving mutant is a gap in the tests, or an equivalent program. With `--soak` the soak tests run on survivors too:
+they find what the quick tests miss. `--out` records each mutant's place, its change, the number of tests that reach it,
+and the test that killed it.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class Mutant:
         number: Its switch.
         place: The file and line.
         change: The code before and after.
-        tests: The number of tests that come by.
-        killer: The test that failed, or what else became of the run; empty if it survived.
-        soak: The number of tests of the soak that come by.
-        soak_killer: As `killer`, of the tests of the soak, which run on what has survived the others.
+        tests: The number of tests that reach it.
+        killer: The test that failed, or another reason why the run ended; empty if the mutant survived.
+        soak: The number of soak tests that reach it.
+        soak_killer: As `killer`, for soak tests, which run on mutants that survived the quick tests.
     """
 
     number: int
@@ -91,7 +91,7 @@ class Mutant:
 
 
 def changed(node: ast.AST) -> ast.expr | None:
-    """The expression in place of another one; None if it is left as it is."""
+    """Return the mutation of an expression; None if there is none."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         return ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators)
     if isinstance(node, ast.BoolOp):
@@ -113,13 +113,13 @@ def _is_number(node: ast.AST) -> bool:
 
 
 def is_left_out(node: ast.AST) -> bool:
-    """Whether a statement can be left out: a call whose value nobody takes, an error, what is added to a value."""
+    """True if a statement can be removed: a call whose value is unused, a raise, or an augmented assignment."""
     called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
     return called or isinstance(node, (ast.Raise, ast.AugAssign, ast.Break, ast.Continue))
 
 
 class Sites(ast.NodeTransformer):
-    """Visits what may be changed inside of functions, and puts in what `make` returns for it."""
+    """Visits the mutable places inside functions, and replaces them by the results of `make`."""
 
     def __init__(self, make: Callable[[ast.AST, str], ast.AST]) -> None:
         self.make = make
@@ -134,7 +134,7 @@ class Sites(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, (ast.Assert, ast.AnnAssign, ast.JoinedStr, ast.match_case)):
             return node
-        if isinstance(node, ast.Raise):  # as it is or not at all, whatever it says
+        if isinstance(node, ast.Raise):  # removed as a whole, or unchanged; its message isn't mutated
             return self.make(node, _shown(node, None))
         if not self.inside:
             return super().visit(node)
@@ -149,7 +149,7 @@ def _shown(before: ast.AST, after: ast.AST | None) -> str:
 
 
 def mutants(folder: Path, count: int, seed: int) -> list[Mutant]:
-    """Put mutants into a copy of the checkout, at places drawn at random."""
+    """Insert mutants into a copy of the checkout, at random places."""
     paths = sorted(path for name in FOLDERS for path in (folder / "tpufit" / name).rglob("*.py"))
     places: list[tuple[Path, int]] = []
     for path in paths:
@@ -174,7 +174,7 @@ def mutants(folder: Path, count: int, seed: int) -> list[Mutant]:
 
 
 class _Counted(Sites):
-    """Counts the places of a file, and puts a switch at those with some numbers."""
+    """Counts the places of a file, and inserts a switch at places with certain numbers."""
 
     def __init__(self, numbers: set[int] | None = None, found: list[Mutant] | None = None, path: str = "") -> None:
         super().__init__(self.switched)
@@ -195,7 +195,7 @@ class _Counted(Sites):
 
 
 def run(folder: Path, marks: str, arguments: list[str], timeout: float, **environment: str) -> str:
-    """Run pytest in the copy, and return what it printed; after a time without an end, that."""
+    """Run pytest in the copy, and return its output, or a message after the timeout."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-m", marks, *arguments]
     given = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(folder), **environment}
     try:
@@ -206,7 +206,7 @@ def run(folder: Path, marks: str, arguments: list[str], timeout: float, **enviro
 
 
 class Suite:
-    """The tests with some marks: which of them come by each mutant, and the seconds of each that passes."""
+    """Run the tests with some marks; return the tests that reach each mutant, and the seconds of each passing test."""
 
     def __init__(self, folder: Path, marks: str, jobs: str, chosen: list[str]) -> None:
         self.folder, self.marks = folder, marks
@@ -229,7 +229,7 @@ class Suite:
             self.seen[int(number)] |= of_file[test] | {test} & passed
 
     def killer(self, number: int, seconds: float) -> str:
-        """The test that kills a mutant, or what else became of the run; nothing if it survives."""
+        """Return the test that kills a mutant, or another reason why the run ended; "" if it survives."""
         taken: list[str] = []
         spent = 0.0
         for test in sorted(self.seen[number], key=lambda test: (self.seconds[test], test)):
@@ -251,7 +251,7 @@ def judged(
     """Run the tests of each mutant."""
     quick = Suite(folder, "not soak", jobs, chosen)
     soak = Suite(folder, "soak", jobs, chosen) if soaks else None
-    for mutant in random.Random(0).sample(each, len(each)):  # those of a run that is broken off are of all folders
+    for mutant in random.Random(0).sample(each, len(each)):  # an interrupted run leaves folders
         mutant.tests, mutant.killer = len(quick.seen[mutant.number]), quick.killer(mutant.number, seconds)
         if soak is not None:
             mutant.soak = len(soak.seen[mutant.number])

@@ -1,14 +1,14 @@
-"""Tests marked `@pytest.mark.cores(...)` run in processes of their own; this is the parent's half and the child's.
+"""Runs tests marked `@pytest.mark.cores(...)` in separate processes: the parent's half and the child's half.
 
-How many XLA cores a process has is settled when its runtime starts, and the runtime may abort the process. A process
-takes six seconds to begin with, so the selected tests for one number of cores are put into bundles of whole files, and
-for each bundle the parent runs `python -m pytest <tests> --on-cores N`, once:
+A process can't change its number of XLA cores after its runtime has started, and the runtime may abort the process. A
+process takes six seconds to start, so the selected tests for one number of cores are grouped into bundles of whole
+files, and for each bundle the parent runs `python -m pytest <tests> --on-cores N` once:
 
-    the first test of the bundle comes up
-        start a child with all the bundle's tests
-        the child writes a journal: a line for each test's start, reports (as pytest itself serialises them) and finish
-        if the child dies or hangs, the test it was in fails with the cause, and another child does the rest
-    that test, and later the others, take their reports from the journal
+    pytest reaches the first test of a bundle
+        the parent starts a child with all tests of the bundle
+        the child writes a journal: a line for each test's start, its reports (serialised by pytest) and its finish
+        if the child dies or hangs, its current test fails with the cause, and a new child runs the remaining tests
+    this test, and later the others of the bundle, read their reports from the journal
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from processes import ends, process_group
 
 TIMEOUT = 300.0  # seconds
 PHASES = ("setup", "call", "teardown")
-BUNDLE = 100  # tests, unless one file has more: a process keeps every graph that it compiled, and so bundles end
-EXCERPT = 5000  # characters of a dead child's output that are shown from each end
+BUNDLE = 100  # the most tests in a bundle of several files: a process keeps every graph that it has compiled
+EXCERPT = 5000  # the number of characters of a dead child's output that are shown from its beginning and its end
 
 
 def count_of(item: pytest.Item) -> int | None:
-    """The number of cores that a test is for; None for a test that needs no device."""
+    """Return the number of cores of a test; None for a test without a device."""
     return item.callspec.params["cores"] if item.get_closest_marker("cores") else None
 
 
 def bundles_of(nodeids: Iterable[str]) -> dict[str, str]:
-    """Which tests run in one process: the name of each one's bundle. Those that need no device go by their file.
+    """Return the bundle of each test. A bundle runs in one process; tests without a device are bundled by file.
 
     Example:
         >>> bundles_of(["test_a.py::test_it[cores8-adam]", "test_b.py::test_it[cores8]", "test_b.py::test_other"])
@@ -55,7 +55,7 @@ def bundles_of(nodeids: Iterable[str]) -> dict[str, str]:
         count = re.search(r"\bcores\d+(-alone)?\b", test.partition("[")[2])
         groups.setdefault((path, count[0] if count else ""), []).append(nodeid)
     bundles: dict[str, str] = {}
-    filling: dict[str, tuple[str, int]] = {}  # number of cores -> the bundle that is not full yet, and its tests
+    filling: dict[str, tuple[str, int]] = {}  # number of cores -> the bundle that isn't full, and its number of tests
     for (path, count), tests in groups.items():
         name, size = filling.get(count, ("", BUNDLE))
         if not count or count.endswith("alone") or size + len(tests) > BUNDLE:
@@ -70,27 +70,28 @@ def timeout_of(item: pytest.Item) -> float:
 
 
 def environment_of(item: pytest.Item) -> dict[str, str]:
-    """The environment of a test's process. One that is alone may be about what XLA does: it isn't compiled quickly."""
+    """Return the environment of a test's process. A test that is alone may test XLA: it gets XLA's optimisations."""
     alone = item.get_closest_marker("cores").kwargs.get("alone")
     return {**os.environ, **({"XLA_FLAGS": xla_flags.as_users_have_it()} if alone else {})}
 
 
 class Child:
-    """Leaves out the tests for other numbers of cores, and writes the journal."""
+    """Deselects the tests for other numbers of cores, and writes the journal."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.count: int = config.getoption("--on-cores")
         path = config.getoption("--journal")
-        # Line buffered: whatever kills this process, the lines are with the system by then.
+        # Line buffered like stdout, so that no line is lost if this process is killed.
         self.journal = open(path, "w", buffering=1) if path else None  # noqa: SIM115 (open as long as the process)
+        sys.__stdout__.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         self.config.hook.pytest_deselected(items=[item for item in items if count_of(item) != self.count])
         items[:] = [item for item in items if count_of(item) == self.count]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        # The file that the parent gave, where this test's part begins.
+        # The position in the parent's file at which this test's output begins.
         self._write(start=nodeid, output=os.fstat(sys.__stdout__.fileno()).st_size)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -115,7 +116,7 @@ class Parent:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             if count_of(item) is not None:
-                # The test's fixtures are made in the child only: they may want the device.
+                # Only the child creates the test's fixtures, because they may need the device.
                 item.setup = partial(self._fetch, item)
                 item.runtest = lambda: None
 
@@ -130,26 +131,26 @@ class Parent:
             return
         self.bundles = self.bundles or bundles_of(other.nodeid for other in item.session.items)
         name = self.bundles[item.nodeid]
-        waiting = [other for other in item.session.items if self.bundles[other.nodeid] == name]
+        remaining = [other for other in item.session.items if self.bundles[other.nodeid] == name]
         deaths: Counter[Path] = Counter()
-        while waiting:
-            dead = self._run(waiting)
-            waiting = [other for other in waiting if other.nodeid not in self.reports]
+        while remaining:
+            dead = self._run(remaining)
+            remaining = [other for other in remaining if other.nodeid not in self.reports]
             if dead is None or self.config.option.maxfail == 1:
                 break
             deaths[dead.path] += 1
             if deaths[dead.path] == 2:
-                for other in [other for other in waiting if other.path == dead.path]:
-                    self._fail(other, "not run: two processes died with other tests of this file")
-                    waiting.remove(other)
-        if item in waiting:
-            self._fail(item, "the process that was to run this test left it out")
+                for other in [other for other in remaining if other.path == dead.path]:
+                    self._fail(other, "not run: two processes died in other tests of this file")
+                    remaining.remove(other)
+        if item in remaining:
+            self._fail(item, "the process that should have run this test skipped it")
 
     def _run(self, items: list[pytest.Item]) -> pytest.Item | None:
         """Run tests in a child.
 
         Returns:
-            The test that has failed because the child died or had to be killed; None if it ended well.
+            The test that failed because the child died or was killed; None if the child ended normally.
         """
         with tempfile.TemporaryDirectory(prefix="on-cores-") as folder:
             journal = Journal(Path(folder, "journal"), items, self)
@@ -170,7 +171,7 @@ class Parent:
             if ended and code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not journal.current:
                 return None
             if not ended:
-                cause = f"nothing was heard from it for {journal.limit:g} s, and it was killed"
+                cause = f"it wrote nothing for {journal.limit:g} s, and was killed"
             elif code < 0:
                 cause = f"it died of {signal.Signals(-code).name}"
             else:
@@ -183,13 +184,13 @@ class Parent:
 
     def _command(self, items: list[pytest.Item], journal: Path) -> list[str]:
         option = self.config.option
-        command = [sys.executable, "-u", "-m", "pytest", f"--on-cores={count_of(items[0])}", f"--journal={journal}"]
+        command = [sys.executable, "-m", "pytest", f"--on-cores={count_of(items[0])}", f"--journal={journal}"]
         command += [f"--rootdir={self.config.rootpath}", "-p", "no:cacheprovider"]
-        # It is a fork of a process that has imported plugins of pytest by the way (see `warm.py`).
+        # The child is a fork of a process that has already imported plugins of pytest (see `warm.py`).
         command += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
-        # Its summary imports all of Hypothesis, also for tests that don't use it.
+        # Hypothesis's summary imports all of Hypothesis, also for tests that don't use it.
         command += ["-p", "no:hypothesispytest"]
-        # What native code writes, and what a test printed before it died, goes to the output as well.
+        # The output file also gets the output of native code, and of a test that dies.
         command += ["--capture=tee-sys"]
         command += [f"-c={self.config.inipath}"] if self.config.inipath else []
         if option.maxfail:
@@ -202,13 +203,14 @@ class Parent:
     def _fail(self, item: pytest.Item, message: str, output: str = "") -> None:
         reports = self.reports.setdefault(item.nodeid, {})
         phase = next((phase for phase in PHASES if phase not in reports), PHASES[-1])
-        sections = [("What the process wrote from the start of the test", output)] if output else []
+        sections = [("Output of the process since the start of the test", output)] if output else []
         reports[phase] = pytest.TestReport(
             item.nodeid, item.location, dict.fromkeys(item.keywords, 1), "failed", message, phase, sections
         )
 
 
 def excerpt(output: str) -> str:
+    """Return the beginning and the end of an output."""
     # faulthandler's list of all extension modules would hide the stacks above it.
     output = re.sub(r"^Extension modules: .*\n", "", output, flags=re.MULTILINE)
     if len(output) <= 2 * EXCERPT:
@@ -217,14 +219,14 @@ def excerpt(output: str) -> str:
 
 
 class Journal:
-    """What a child has written so far."""
+    """Reads the journal of a child."""
 
     def __init__(self, path: Path, items: list[pytest.Item], parent: Parent) -> None:
         self.path = path
         self.items = {item.nodeid: item for item in items}
         self.parent = parent
-        self.current: pytest.Item | None = None  # the test that the child is in
-        self.output = 0  # where in the child's output the last test began
+        self.current: pytest.Item | None = None  # the child's current test
+        self.output = 0  # the position in the child's output at which the last test began
         self.limit = timeout_of(items[0])
         self.heard = time.monotonic()
         path.touch()

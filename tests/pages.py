@@ -1,4 +1,4 @@
-"""The pages of the documentation as tests read them: their code, their links, and the programs that they add up to."""
+"""Parses the documentation's pages for tests: their code blocks, links, and programs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Block:
     """A block of code.
 
     Attributes:
-        language: `python` is run, `py` is another library's or a TPU's and only parsed; or `sh`, `text`, ...
-        title: What stands over it; if it ends in `.py`, the file that a reader saves it in. Empty if there is none.
+        language: `python` is run; `py`, for another library or a TPU, is only parsed; or `sh`, `text`, ...
+        title: Its title; a title that ends in `.py` is the file in which a reader saves it. "" without a title.
         code: The text.
     """
 
@@ -53,22 +53,22 @@ class Page:
 
     @property
     def prose(self) -> str:
-        """The text without its code."""
+        """The text without code blocks."""
         return re.sub(r"`[^`\n]*`", "``", _FENCE.sub("", self.text))
 
     @property
     def program(self) -> str:
-        """The `python` blocks that are no files, one after the other, as a reader types them."""
+        """The `python` blocks that aren't files, joined, as a reader types them."""
         return "\n".join(b.code for b in self.blocks if b.language == "python" and not b.title.endswith(".py"))
 
     @property
     def files(self) -> dict[str, str]:
-        """The `python` blocks that are files: each is a script of its own."""
+        """The `python` blocks that are files; each is a separate script."""
         return {b.title: b.code for b in self.blocks if b.language == "python" and b.title.endswith(".py")}
 
     @property
     def printed(self) -> list[str]:
-        """The lines that the `text` blocks right after `python` blocks say are printed; `...` stands for others."""
+        """The printed lines in the `text` blocks right after `python` blocks; `...` stands for any other lines."""
         shown = re.findall(r"```python[^\n]*\n(?:(?!```).)*```\n\n```text\n(.*?)```", self.text, re.S)
         return [line for block in shown for line in block.splitlines() if line.strip() not in ("", "...")]
 
@@ -81,7 +81,7 @@ class Page:
 
     @property
     def anchors(self) -> set[str]:
-        """The headings, as they are linked to."""
+        """The headings, in the form of link targets."""
         headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", self.text), re.M)
         return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 

@@ -1,12 +1,10 @@
-"""Pods of TPU hosts for tests, played by processes of this machine: see `pod/plugin.cc`.
+"""Pods of TPU hosts for tests: processes of this machine act as hosts, see `pod/plugin.cc`, for TorchTPU `as_tpu.cc`.
 
-The plugin is built with g++, around the CPU plugin of the wheel `xla-cpu-pjrt`, which pip fetches once.
+On TorchTPU each has torchrun's variables, and starts a further process for each core but its first.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
 import socket
 import subprocess
@@ -14,40 +12,25 @@ import sys
 import tempfile
 import textwrap
 import time
-import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
+import plugins
 from processes import ends, process_group
 
 HERE = Path(__file__).resolve().parent
 PATH = str(HERE.parent), str(HERE)
-WHEEL = "xla-cpu-pjrt==0.0.1"
-# Outside the checkout, so that a clean one needn't fetch 63 MB again.
-KEPT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tpufit-pod"
 
 
 def build() -> dict[str, str]:
-    """Build the plugin, unless it has been, and return the environment that it needs."""
-    source = HERE / "pod" / "plugin.cc"
-    folder = KEPT / "wheel" / "xla_plugins" / "xla_cpu_pjrt"
-    built = KEPT / f"pod-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}.so"
-    KEPT.mkdir(parents=True, exist_ok=True)
-    with (KEPT / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", KEPT, WHEEL]
-            subprocess.run(pip, check=True)
-            with zipfile.ZipFile(next(KEPT.glob("xla_cpu_pjrt-*.whl"))) as wheel:
-                wheel.extractall(KEPT / "wheel")
-        if not built.exists():
-            new = built.with_suffix(".new")
-            options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-I", folder / "include"]
-            subprocess.run(["g++", *options, source, "-o", new, "-ldl"], check=True)
-            new.rename(built)
-    return {"POD_LIBRARY": str(built), "POD_INNER": str(folder / "xla_cpu_pjrt.so")}
+    """Build the plugin unless it exists, and return the environment that it needs."""
+    if not find_spec("torch_xla"):
+        return plugins.as_tpu()
+    library, cpu = plugins.built("plugin")
+    return {"POD_LIBRARY": library, "POD_INNER": cpu}
 
 
 @dataclass
@@ -55,9 +38,9 @@ class Ended:
     """A host's process that has ended.
 
     Attributes:
-        code: Its exit code; None if it had to be killed.
-        out: What it wrote to stdout.
-        err: What it wrote to stderr.
+        code: Its exit code; None if it was killed after the time limit.
+        out: Its output on stdout.
+        err: Its output on stderr.
     """
 
     code: int | None
@@ -72,8 +55,8 @@ class Pod:
     Attributes:
         hosts: The number of hosts.
         cores: The number of cores of each.
-        folder: The folder that all hosts work in.
-        interleaved: True if a host's cores aren't neighbours.
+        folder: The working directory of all hosts.
+        interleaved: True if a host's cores aren't adjacent.
         env: Further environment of each host.
     """
 
@@ -85,22 +68,21 @@ class Pod:
 
     @contextmanager
     def started(self, code: str, **each: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-        """Start all hosts with the same code; on leaving, whatever is left is killed.
+        """Start all hosts with the same code; on leaving, running processes are killed.
 
-        What they write goes to the files `out0`, `err0` and so on.
+        Their output goes to the files `out0`, `err0` and so on.
 
         Args:
-            code: The Python that each of them runs.
-            each: Further code of one host that runs before, by name: `host1="..."`.
+            code: The Python code of each host.
+            each: Code that runs first on a single host, by name: `host1="..."`.
         """
         with ExitStack() as stack:
-            # Sockets' paths must be short.
+            # In a separate folder, because the paths of sockets must be short.
             sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="pod-"))
             environment = {
                 **os.environ,
                 **build(),
                 "PYTHONPATH": os.pathsep.join(filter(None, [*PATH, os.environ.get("PYTHONPATH")])),
-                "PJRT_DEVICE": "POD",
                 "MASTER_ADDR": "localhost",
                 "MASTER_PORT": str(_free_port()),
                 "POD_HOSTS": str(self.hosts),
@@ -111,35 +93,40 @@ class Pod:
             }
             processes = []
             for host in range(self.hosts):
-                own = textwrap.dedent(each.get(f"host{host}", "")) + textwrap.dedent(code)
+                program = textwrap.dedent(each.get(f"host{host}", "")) + textwrap.dedent(code)
                 out, err = (stack.enter_context((self.folder / f"{name}{host}").open("wb")) for name in ("out", "err"))
                 processes.append(
                     stack.enter_context(
                         process_group(
-                            [sys.executable, "-X", "faulthandler", str(HERE / "pod" / "host.py"), own],
+                            [sys.executable, "-X", "faulthandler", str(HERE / "pod" / "host.py"), program],
                             stdout=out,
                             stderr=err,
                             cwd=self.folder,
-                            env={**environment, "POD_HOST": str(host)},
+                            env={**environment, "POD_HOST": str(host), **self._named(host)},
                         )
                     )
                 )
             yield processes
 
-    def ended(self, processes: list[subprocess.Popen[bytes]], timeout: float = 240) -> list[Ended]:
-        """Wait until all hosts have ended, or kill them."""
+    def _named(self, host: int) -> dict[str, str]:
+        """What names a host to TorchTPU."""
+        names = {"RANK": host, "WORLD_SIZE": self.hosts, "LOCAL_RANK": host, "LOCAL_WORLD_SIZE": self.hosts}
+        return {} if find_spec("torch_xla") else {name: str(number) for name, number in names.items()}
+
+    def ended(self, processes: list[subprocess.Popen[bytes]], timeout: float = 600) -> list[Ended]:
+        """Wait until all hosts have ended, or kill them after the timeout, in seconds."""
         deadline = time.monotonic() + timeout
-        by_itself = [ends(process, lambda: deadline) for process in processes]
+        ended_by_itself = [ends(process, lambda: deadline) for process in processes]
         return [
             Ended(
                 process.wait() if ended else None,
                 *((self.folder / f"{name}{host}").read_text(errors="replace") for name in ("out", "err")),
             )
-            for host, (process, ended) in enumerate(zip(processes, by_itself, strict=True))
+            for host, (process, ended) in enumerate(zip(processes, ended_by_itself, strict=True))
         ]
 
-    def run(self, code: str, timeout: float = 240, **each: str) -> list[Ended]:
-        """Run code on all hosts, and return how each ended."""
+    def run(self, code: str, timeout: float = 600, **each: str) -> list[Ended]:
+        """Run code on all hosts, and return each host's result."""
         with self.started(code, **each) as processes:
             return self.ended(processes, timeout)
 

@@ -1,10 +1,14 @@
-"""Processes for tests: each in a group of its own, and none outlives its time or its test."""
+"""Processes for tests. Each has its own process group, and is killed after its time limit or at the end of its test.
+
+They are forks of a process that has imported PyTorch and tpufit (`warm.py`), or new processes.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,19 +18,21 @@ from typing import IO, Any
 import warm
 from warm import Command
 
-GRACE = 10.0  # seconds for the stacks of all threads to be written
+GRACE = 10.0  # seconds to write the stacks of all threads
+# Sets PR_SET_PDEATHSIG (1) of prctl(2): Linux kills the command when pytest ends. The setting survives exec.
+LEASH = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 Process = subprocess.Popen[bytes] | warm.Forked
-SERVER = warm.Server()  # one for each process of pytest
+SERVER = warm.Server()  # each process of pytest has its own
 
 
 def run(command: Command, *, timeout: float, fresh: bool = False, **popen: Any) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` with text output and a timeout that always holds.
+    """`subprocess.run` with text output and a timeout that also ends grandchildren.
 
     Args:
-        fresh: False for a process that may be a fork of one that has imported PyTorch and tpufit (see `warm.py`).
+        fresh: False if the process may be a fork of a process that has imported PyTorch and tpufit (see `warm.py`).
 
     Raises:
-        subprocess.TimeoutExpired: It was still running after `timeout` seconds. Its output ends with the stacks.
+        subprocess.TimeoutExpired: The process took longer than `timeout` seconds. Its output ends with the stacks.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         with process_group(command, fresh=fresh, stdout=out, stderr=err, **popen) as process:
@@ -50,50 +56,61 @@ def process_group(
     cwd: str | os.PathLike[str] = ".",
     env: Mapping[str, str] = os.environ,
 ) -> Iterator[Process]:
-    """Start a command. On leaving, what is left of it and of all that it started is killed, and `returncode` is set.
+    """Start a command. On leaving, it and its descendants are killed, and `returncode` is set.
 
     Args:
-        stdout: A file, not a pipe, which stays open as long as a grandchild lives. So is `stderr`.
+        stdout: A file; a pipe would stay open as long as a grandchild lives.
+        stderr: A file.
         fresh: As for `run`.
     """
-    process: Process
     if not fresh and SERVER.takes(command, env):
-        process = SERVER.fork(command, env, cwd, stdout.fileno(), stderr.fileno())
-    else:
-        # Where `sys.executable` stands for Python, it would ask for a fork at the address.
-        given = {name: value for name, value in env.items() if not (fresh and name == warm.ADDRESS)}
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, stdout=stdout, stderr=stderr, cwd=cwd, env=given
-        )
+        fork = SERVER.fork(command, env, cwd, stdout.fileno(), stderr.fileno())
+        try:
+            yield fork
+        finally:
+            fork.end()
+        return
+    process = subprocess.Popen(
+        [sys.executable, "-IS", "-c", LEASH, *command],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=cwd,
+        env=env,
+    )
     try:
         yield process
     finally:
-        # Before wait(): as long as the leader is not reaped, nobody else is given the group's number.
+        # Before wait(): the group's number isn't reused before the leader is reaped.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def ends(process: Process, deadline: Callable[[], float]) -> bool:
-    """Wait for the end of a process, or abort it once `time.monotonic()` is past `deadline()`, which may move.
+    """Wait for the end of a process, or abort it after `deadline()`, a value of `time.monotonic()` that may change.
 
-    SIGABRT makes Python's faulthandler (on in pytest, and with `-X faulthandler`) write every thread's stack to stderr,
-    also when the process hangs in native code.
+    On SIGABRT, Python's faulthandler (enabled in pytest, and by `-X faulthandler`) writes the stacks of all threads to
+    stderr, also if the process hangs in native code.
 
     Returns:
-        Whether it ended by itself.
+        True if the process ended by itself.
     """
-    while not _exited(process):
+    while not has_exited(process):
         if time.monotonic() > deadline():
             os.kill(process.pid, signal.SIGABRT)
             patience = time.monotonic() + GRACE
-            while not _exited(process) and time.monotonic() < patience:
+            while not has_exited(process) and time.monotonic() < patience:
                 time.sleep(0.05)
             return False
         time.sleep(0.05)
     return True
 
 
-def _exited(process: Process) -> bool:
-    # Not poll(), which reaps it (see process_group).
+def has_exited(process: Process) -> bool:
+    """True if a process has ended. Its process id isn't given to another process yet."""
+    if isinstance(process, warm.Forked):
+        return process.poll() is not None
+    # Not poll(), which reaps the process.
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -1,8 +1,8 @@
-"""What the Python of a step may read, a case each: how a step reads it, and how it is changed between two steps.
+"""Values that the Python of a step may read. Each case reads a value in a step, and changes it between two steps.
 
-`tests/test_python_reads.py` changes each between epochs and inside one, and holds the result against a training that
-traces every step. To add a case, write a function with `@case`: it makes a function of the module and its output that a
-forward pass ends with, and a function that changes what that reads.
+`tests/test_python_reads.py` changes each value between epochs and inside an epoch, and compares the result with a
+training that traces every step. To add a case, write a function with `@case` that returns two functions: the first gets
+the module and its output and ends the forward pass, and the second changes the value that the first reads.
 """
 
 import contextvars
@@ -26,7 +26,7 @@ Change = Callable[[nn.Module, float], object]
 Make = Callable[[], tuple[Read, Change]]
 
 CASES: dict[str, Make] = {}
-AT_ONCE: set[str] = set()  # those that are among the facts of `tpufit.utils.python_state`
+AT_ONCE: set[str] = set()  # the cases that `tpufit.utils.python_state` covers
 
 
 def case(make: Make) -> Make:
@@ -36,7 +36,7 @@ def case(make: Make) -> Make:
 
 
 def seen_at_once(make: Make) -> Make:
-    """Add a case whose change is seen by the very next step, wherever a callback makes it."""
+    """Add a case whose change the next step sees, in whichever hook a callback makes it."""
     AT_ONCE.add(make.__name__.replace("_", " "))
     return case(make)
 
@@ -44,8 +44,8 @@ def seen_at_once(make: Make) -> Make:
 def table() -> str:
     """The table of `docs/pages/guides/speed.md`."""
     rows = {
-        "the next step sees it": [name for name in CASES if name in AT_ONCE],
-        "an audit sees it, and `fit` warns": [name for name in CASES if name not in AT_ONCE],
+        "detected by the next step": [name for name in CASES if name in AT_ONCE],
+        "detected by an audit, and `fit` warns": [name for name in CASES if name not in AT_ONCE],
     }
     lines = [f"| {seen} | {', '.join(names)} |" for seen, names in rows.items()]
     return "\n".join(
@@ -54,7 +54,7 @@ def table() -> str:
 
 
 class Net(nn.Module):
-    """A small net whose output a case's `read` changes. `other`, `scale` and `act` are there for cases to use."""
+    """A small net whose output a case's `read` changes. Cases may use `other`, `scale` and `act`."""
 
     shared = 1.0
 
@@ -292,7 +292,7 @@ def an_environment_variable():
 
 @case
 def a_cache():
-    """It is built in the first step that finds it empty, which may be the audited one."""
+    """A cache that the first step without it builds; this may be the audited step."""
 
     def read(net, h):
         if net.__dict__.get("cache") is None:
@@ -323,7 +323,7 @@ def a_file():
 
 @case
 def a_clock():
-    now = [0.0]  # a clock that the test sets: a step can't be made to take an hour
+    now = [0.0]  # a clock that the test sets, because a step can't take an hour
 
     return lambda net, h: h * (3.0 if now[0] > 3600 else 1.0), lambda net, value: now.__setitem__(0, 7200.0)
 
@@ -417,7 +417,7 @@ def the_default_dtype():
         torch.set_default_dtype(torch.float16)
         net._the_test_ends = lambda: torch.set_default_dtype(torch.float32)
 
-    # One third has other bits in another format.
+    # One third has different bits in each dtype.
     return lambda net, h: h * torch.tensor([1 / 3] * 3).float().to(h.device), change
 
 

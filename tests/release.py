@@ -1,9 +1,9 @@
-"""Tries a release before it is published: `python tests/release.py python3.10 python3.12`, or any other Pythons.
+"""Tests a release before it is published: `python tests/release.py python3.10 python3.12`, or any other Pythons.
 
-It builds the sdist and the wheel as `python -m build` does, and has `twine check --strict` look at them (`pip install
-build twine`). It installs each of them into a fresh environment of each Python, with all that they require, and runs
-there what a user tries first, away from the checkout. For each environment pip fetches torch: gigabytes and minutes, so
-this is done by hand. `dist/` then holds what was tried.
+It builds the sdist and the wheel with `python -m build`, and checks them with `twine check --strict` (`pip install
+build twine`). It installs each into a fresh environment of each Python, with all requirements, and runs a user's first
+programs there, outside the checkout. Run it by hand, because pip downloads gigabytes for each environment. Afterwards
+`dist/` contains the tested files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NEEDS = ["scikit-learn"]  # for the data of these programs
 
 
 def run(*command: object, folder: Path) -> str:
-    """Run a command as on a machine with nothing set, and return all that it prints."""
+    """Run a command without environment variables of Python, and return its output."""
     unset = ("PYTHONPATH", "PJRT_DEVICE", "XLA_FLAGS", "PYTHONDONTWRITEBYTECODE")
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run([str(word) for word in command], cwd=folder, env=kept, capture_output=True, text=True)
@@ -34,11 +34,11 @@ def run(*command: object, folder: Path) -> str:
 
 
 def tried(python: str, distribution: Path, folder: Path) -> str:
-    """Install a distribution into a fresh environment, use it, and return a line about that."""
+    """Install a distribution into a fresh environment, use it, and return a line about the result."""
     folder.mkdir()
     run(python, "-m", "venv", "env", folder=folder)
     own = folder / "env" / "bin" / "python"
-    run(own, "-m", "pip", "install", "--quiet", distribution, *NEEDS, folder=folder)
+    run(own, "-m", "pip", "install", "--quiet", f"{distribution}[xla]", *NEEDS, folder=folder)
     where = "import sys, tpufit; print(sys.version.split()[0], tpufit.__version__, tpufit.__file__)"
     version, release, file = run(own, "-c", where, folder=folder).split()
     assert Path(file).is_relative_to(folder), file

@@ -1,4 +1,4 @@
-"""A terminal to run code in, and what it shows of a text with control sequences."""
+"""Runs code in a pseudo-terminal, and renders text with control sequences."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def in_a_terminal(code: str, watch: Callable[[str], object] = len, **environ: str) -> str:
-    """Run code in a Python whose standard streams are a (pseudo-)terminal, and return all that it wrote there.
+    """Run code in a Python whose standard streams are a pseudo-terminal, and return its output.
 
     Args:
-        watch: Called with all that there is so far, whenever more has come.
+        watch: Called with the output so far, whenever it grows.
         environ: Variables of its environment.
     """
     ours, theirs = pty.openpty()
@@ -28,7 +28,7 @@ def in_a_terminal(code: str, watch: Callable[[str], object] = len, **environ: st
     while True:
         try:
             written += os.read(ours, 65536)
-        except OSError:  # how a terminal says that nobody writes to it any more
+        except OSError:  # a terminal's end of file
             break
         watch(written.decode(errors="ignore"))
     os.close(ours)
@@ -37,7 +37,7 @@ def in_a_terminal(code: str, watch: Callable[[str], object] = len, **environ: st
 
 
 def on_screen(text: str) -> list[str]:
-    """The lines that a terminal shows: it goes to the line's start, one up, and wipes the line, when it is told to."""
+    """Return the lines that a terminal shows; supports carriage returns, cursor up, and erasing a line."""
     lines, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
         if part == "\r":

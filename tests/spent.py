@@ -1,4 +1,4 @@
-"""What something costs by the library's counters: graphs, waits, host reads."""
+"""The cost of a call by the library's counters: graphs, waits, host reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def spent(function: Callable[[], Result]) -> tuple[Result, Counts]:
-    """The result of a function, and what its call has counted."""
+    """Return the result of a function, and the counts of its call."""
     before = runtime.counts()
     result = function()
     return result, runtime.counts() - before

@@ -1,4 +1,4 @@
-"""An argument of a public method that is nonsense is refused by its name, before anything is compiled."""
+"""Invalid arguments of public methods are refused by name, before the first compilation."""
 
 import inspect
 import math
@@ -20,7 +20,7 @@ Y = X.sum(1, keepdims=True)
 
 
 class Stop(Callback):
-    """Ends the trainings that some values begin: there are no last epochs at 2**62."""
+    """Ends the trainings that some values start: there are no last epochs at 2**62."""
 
     def on_train_batch_end(self, batch, logs=None):
         self.model.stop_training = True
@@ -54,7 +54,7 @@ VALUES = {
     "list of objects": [object()],
 }
 FIT = {"x": X, "y": Y, "batch_size": 4, "verbose": 0, "cores": 1}
-# Of each method the arguments that go with the one that is tried. What data may be is tried by others.
+# For each method, the other arguments of the call. Invalid data are tested elsewhere.
 METHODS = {
     "compile": {"optimizer": "sgd", "loss": "mse"},
     "fit": {**FIT, "epochs": 2, "callbacks": [Stop()]},
@@ -76,7 +76,7 @@ METHODS = {
     "higher_is_better": {},
 }
 DATA = {"x", "y", "sample_weight", "validation_data", "example"}
-# Where the error is about what the argument stands for.
+# Cases in which the error names what the argument stands for.
 OTHER_NAMES = {"resume": "checkpoint", "filepath": "path", "state": "weights", "to": "averages"}
 CASES = [
     (method, argument)
@@ -86,6 +86,12 @@ CASES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def settled(cores):
+    """Settle the cores, so that no call here settles other cores for later tests."""
+    tpufit.init(cores=cores)
+
+
 def model():
     made = tpufit.Model(nn.Linear(4, 1))
     made.compile("sgd", "mse", run_eagerly=True)
@@ -93,7 +99,7 @@ def model():
 
 
 def refusal(call):
-    """The error that a call raises; None if it takes the value."""
+    """Return the error that a call raises; None if it accepts the value."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -118,13 +124,13 @@ def test_nonsense_is_refused_by_name(cores, tmp_path, monkeypatch, method, argum
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "1", True, [0], [1.5], math.nan, 10**30, {1: 2}], ids=repr)
-def test_a_validation_freq_that_is_none(cores, value):
+def test_invalid_validation_freq(cores, value):
     with pytest.raises(ArgumentError, match="validation_freq must be"):
         model().fit(X, Y, validation_data=(X, Y), validation_freq=value, verbose=0)
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1], ids=repr)
-def test_a_rate_that_is_none(cores, rate):
+def test_invalid_rate(cores, rate):
     made = model()
     with pytest.raises((ArgumentError, ValueError), match="learning rate"):
         made.compile(lambda p: torch.optim.SGD(p, lr=rate), "mse")

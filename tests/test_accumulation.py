@@ -1,4 +1,4 @@
-"""Accumulated and clipped gradients are those of plain PyTorch over the whole batch, on any number of cores."""
+"""Accumulated and clipped gradients equal plain PyTorch's over the whole batch, on any number of cores."""
 
 from functools import partial
 
@@ -56,15 +56,66 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
+def test_a_parameter_without_dimensions_is_accumulated_and_averaged(cores):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return self.net(x) * self.scale
+
+    model = tpufit.Model(Scaled())
+    options = {"accumulate_steps": 2, "use_ema": True, "ema_momentum": 0.5}
+    model.compile(SGD, "cross_entropy", scale_lr=None, **options)
+    model.fit(X[:128], Y[:128], 32 // cores, verbose=0, shuffle=False, cores=cores)
+    module = Scaled()
+    own = SGD(module.parameters())
+    averages = []
+    for first in (0, 64):
+        own.zero_grad()
+        loss = F.cross_entropy(module(torch.from_numpy(X[first : first + 64])), torch.from_numpy(Y[first : first + 64]))
+        loss.backward()
+        own.step()
+        weights = {name: value.clone() for name, value in module.state_dict().items()}
+        averages.append(weights)
+    assert_close({name: (value + averages[1][name]) / 2 for name, value in averages[0].items()}, model.state_dict())
+
+
+def test_gradients_of_complex_weights_are_accumulated_whole(cores):
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([1.0 + 2.0j, 0.5 - 1.0j]))
+
+        def forward(self, x):
+            turned = (x * (1 - 1j) * self.weight).sum(1, keepdim=True)
+            return torch.cat([turned.real, turned.imag], 1)
+
+    x = torch.linspace(-1, 1, 128).view(64, 2)
+    model = tpufit.Model(Turned())
+    model.compile(SGD, "mse", scale_lr=None, accumulate_steps=2)
+    model.fit(x, x, 16 // cores, epochs=2, verbose=0, shuffle=False, cores=cores)
+    module = Turned()
+    own = SGD(module.parameters())
+    for rows in [*x.split(32)] * 2:
+        own.zero_grad()
+        nn.functional.mse_loss(module(rows), rows).backward()
+        own.step()
+    weight = model.to_cpu().state_dict()["weight"]
+    torch.testing.assert_close(torch.view_as_real(weight), torch.view_as_real(module.weight.detach()))
+
+
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_four_batches_of_16_are_one_of_64(cores, optimizer):
-    """The epoch's last 5 rows are a step of their own both ways."""
+    """The epoch's last 5 rows are a separate step in both cases."""
     many, history, counts = with_tpufit(cores, 16, optimizer, accumulate_steps=4)
     one, large, _ = with_tpufit(cores, 64, optimizer)
     assert_close(one, many)
     assert_close(on_the_host(64, optimizer), many)
     assert history.keys() == large.keys() and history["loss"][0] == pytest.approx(large["loss"][0], abs=0.02)
-    assert counts.graphs["train"] <= 3  # a batch that waits, one that steps, and the last one
+    assert counts.graphs["train"] <= 3  # a pending batch, a batch that steps, and the last batch
     assert counts.host_reads == 0 and not counts.fallbacks
     assert counts.waits["logs"] == 2 and set(counts.waits) <= {
         "logs",
@@ -72,23 +123,23 @@ def test_four_batches_of_16_are_one_of_64(cores, optimizer):
         "audit",
         "throttle",
         "state",
-    }  # one an epoch
+    }  # one graph in each epoch
 
 
-def test_an_epoch_ends_with_a_step_over_the_batches_that_are_left(cores):
-    """17 batches, six at a time: 6, 6 and 5, of which the last one has 5 rows and counts by them."""
+def test_an_epoch_ends_with_a_step_over_the_remaining_batches(cores):
+    """17 batches, six at a time: 6, 6 and 5; the last has 5 rows and is weighted by them."""
     many, _, _ = with_tpufit(cores, 16, SGD, accumulate_steps=6)
     assert_close(on_the_host(96, SGD), many)
 
 
-def test_several_steps_in_one_graph_accumulate_as_well(cores):
+def test_joined_steps_accumulate_too(cores):
     one, _, _ = with_tpufit(cores, 16, SGD, accumulate_steps=4)
     several, _, counts = with_tpufit(cores, 16, SGD, accumulate_steps=4, steps_per_execution=8)
     assert_close(one, several)
     assert counts.graphs["train"] <= 3
 
 
-def test_gradients_that_a_broken_epoch_left_are_forgotten(cores):
+def test_gradients_of_an_interrupted_epoch_are_dropped(cores):
     class Stop(tpufit.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 5:
@@ -115,22 +166,22 @@ CLIPS = {
 
 
 @pytest.mark.parametrize("name", CLIPS)
-def test_clipping_is_pytorchs_on_the_global_batch(cores, name):
+def test_clipping_equals_pytorchs_on_the_global_batch(cores, name):
     limit, clip = CLIPS[name]
     clipped, _, counts = with_tpufit(cores, 64, SGD, **{name: limit})
     assert_close(on_the_host(64, SGD, lambda parameters: clip(parameters, limit)), clipped)
     with pytest.raises(AssertionError):
-        assert_close(on_the_host(64, SGD), clipped)  # it made a difference
+        assert_close(on_the_host(64, SGD), clipped)  # clipping made a difference
     assert counts.graphs["train"] == 2 and counts.host_reads == 0 and not counts.fallbacks
 
 
-def test_what_is_clipped_is_the_mean_of_what_was_accumulated(cores):
+def test_clipping_applies_to_the_mean_of_accumulated_gradients(cores):
     limit, clip = CLIPS["global_clip_norm"]
     clipped, _, _ = with_tpufit(cores, 16, SGD, accumulate_steps=4, global_clip_norm=limit)
     assert_close(on_the_host(64, SGD, lambda parameters: clip(parameters, limit)), clipped)
 
 
-def test_eagerly_it_is_the_same(cores):
+def test_eager_accumulation_gives_the_same_weights(cores):
     def run(**options):
         return with_tpufit(cores, 16, SGD, accumulate_steps=4, global_clip_norm=0.05, **options)[0]
 

@@ -1,4 +1,4 @@
-"""The share of time in which the device waited for data: measured, shown and explained."""
+"""The share of time in which the device waits for data is measured, shown and explained."""
 
 import time
 
@@ -35,7 +35,7 @@ class Shares(Callback):
         self.shares.append(self.model.input_bound)
 
 
-def test_slow_data_are_measured_and_said_once(cores, capsys):
+def test_slow_data_are_measured_and_reported_once(cores, capsys):
     model = tpufit.Model(nn.Linear(3, 2))
     model.compile("sgd", "cross_entropy")
     assert model.input_bound is None
@@ -56,5 +56,5 @@ def test_data_that_are_ready_are_not_waited_for(cores):
 
 
 def test_advice_begins_at_a_fifth_and_a_second():
-    assert advice.waiting(0.9, 1.0) is None and advice.waiting(1.1, 10.0) is None
-    assert "30% of the epoch" in advice.waiting(3.0, 10.0)
+    assert advice.report_waiting(0.9, 1.0) is None and advice.report_waiting(1.1, 10.0) is None
+    assert "30% of the epoch" in advice.report_waiting(3.0, 10.0)

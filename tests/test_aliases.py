@@ -1,5 +1,6 @@
-"""Tensors that share memory: steps that copy, swap, view and restore them train as in plain PyTorch, on the host."""
+"""Tensors that share memory: steps that copy, swap, view and restore them train as in plain PyTorch."""
 
+import copy
 import warnings
 
 import pytest
@@ -8,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import tpufit
-from tpufit.runtime import counts
+from tpufit.callbacks import Callback
+from tpufit.runtime import counts, cure_for
 
 pytestmark = pytest.mark.cores(1, 8, quick=False)
 
@@ -131,7 +133,7 @@ UPDATES = {
 
 
 def adversarial(model, weight, x, y):
-    """Backward passes at the weights and at worse ones, as FGM and AWP take."""
+    """Backward passes at the weights and at perturbed weights, as in FGM and AWP."""
     loss = F.mse_loss(model(x), y)
     model.optimizer.zero_grad()
     loss.backward()
@@ -155,7 +157,7 @@ def weight_kept_elsewhere(model, weight, x, y):
 
 
 class Views(nn.Module):
-    """Buffers that are views of one another, and change in place."""
+    """Buffers that are views of each other, and change in place."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +195,7 @@ class BecomesTheWeight(nn.Module):
 
 
 class ScaledByANumber(nn.Module):
-    """With a parameter that has no dimensions."""
+    """A net with a 0-dimensional parameter."""
 
     def __init__(self):
         super().__init__()
@@ -218,10 +220,10 @@ def train(cores, model, optimizer=None, epochs=3, **compiling):
 
 
 def compare(make, reason, cores, waits=5, **compiling):
-    """Compare a training on the device with one in plain PyTorch. `make` gives a model, and maybe an optimizer.
+    """Compare a training on the device with plain PyTorch. `make` returns a model, and optionally an optimizer.
 
-    `waits` is the most for captures in 18 steps: one for each capture and each graph. A state may get its form in the
-    second step only.
+    `waits` is the most waits for captures in 18 steps: one for each capture and each graph. A state may take its final
+    form only in the second step.
     """
 
     def run(**how):
@@ -272,7 +274,7 @@ def test_steps_that_share_memory_with_a_weight(cores, step, options):
         def train_step(self, batch):
             return {"loss": step(self, self.module[0].weight, *batch)}
 
-    # To compute what a step leaves elsewhere, an audit of it is a capture.
+    # An audit computes tensors that a step stores elsewhere, and so becomes a capture.
     compare(lambda: (Stepping(small_net()),), REPLAYED, cores, waits=12, **options)
 
 
@@ -286,3 +288,190 @@ def test_buffers_that_share_memory(cores, net, options):
 def test_a_parameter_without_dimensions(cores, kind):
     optimizers = {"sgd": lambda p: torch.optim.SGD(p, 0.02, momentum=0.9), "adam": torch.optim.Adam}
     compare(lambda: (tpufit.Model(ScaledByANumber()), optimizers[kind]), REPLAYED, cores)
+
+
+def kept_outside(model, kind):
+    """Ways in which a callback keeps weights, to read them or to restore them later."""
+    parameters = list(model.module.parameters())
+    if kind == "deepcopy":
+        return list(copy.deepcopy(model.module).parameters())
+    if kind == "written":
+        return [torch.zeros_like(p).copy_(p.detach()) for p in parameters]
+    if kind == "computed":
+        return [p.detach() * 0.9 for p in parameters]
+    if kind == "state_dict":  # the weights themselves
+        return list(model.module.state_dict().values())
+    if kind == "rows":
+        return [p.detach()[0] for p in parameters]
+    return [p.detach().clone() for p in parameters]
+
+
+class Keeps(Callback):
+    """Saves the weights in some way after the first epoch, restores them after later epochs, and records their sums."""
+
+    def __init__(self, kind, gives_back):
+        self.kind, self.gives_back, self.sums, self.last = kind, gives_back, [], 4
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            self.kept = kept_outside(self.model, self.kind)
+        if self.gives_back and epoch in (1, 2):
+            for parameter, kept in zip(self.model.module.parameters(), self.kept, strict=True):
+                parameter.data = kept.data
+        if epoch == self.last:
+            self.sums = [float(kept.detach().sum()) for kept in self.kept]
+
+
+@pytest.mark.parametrize(
+    ("kind", "gives_back"),
+    [
+        ("clone", True),
+        ("written", True),
+        ("deepcopy", True),
+        ("deepcopy", False),
+        pytest.param("computed", True, marks=pytest.mark.soak),
+        pytest.param("clone", False, marks=pytest.mark.soak),
+        ("state_dict", False),
+        ("rows", False),
+    ],
+)
+def test_a_callback_keeps_and_restores_weights(cores, kind, gives_back, monkeypatch):
+    monkeypatch.setattr("tpufit.runtime.program._WORTH_GIVING", 0)  # the memory of weights is donated, as on a TPU
+
+    def run(**how):
+        torch.manual_seed(0)
+        model, keeps = tpufit.Model(small_net()), Keeps(kind, gives_back)
+        model.compile(torch.optim.SGD(model.module.parameters(), 0.05, momentum=0.9), "mse", scale_lr=None, **how)
+        losses = model.fit(X, Y, 8 // cores, 5, shuffle=False, verbose=0, cores=cores, callbacks=[keeps])
+        return [*losses.history["loss"], *keeps.sums], model.report().traced.get("train", "")
+
+    here, traced = run()
+    assert traced == ""
+    assert here == pytest.approx(run(run_eagerly=True)[0], rel=1e-4, abs=1e-5)
+
+
+class UsesKept(tpufit.Model):
+    def train_step(self, batch):
+        x, y = batch
+        loss = self.compute_loss(x, y, self(x)) + (self.kept * self.module.weight).sum()
+        self.apply_gradients(loss)
+        return {"loss": loss}
+
+
+class KeepsTheWeight(Callback):
+    def on_train_begin(self, logs=None):
+        self.model.kept = self.model.module.weight.detach()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_detached_weight_follows_it_in_the_steps_of_a_model(cores, rows):
+    def run(**how):
+        torch.manual_seed(0)
+        model = UsesKept(nn.Linear(4, rows))
+        model.compile(torch.optim.SGD(model.module.parameters(), 0.01), "mse", scale_lr=None, **how)
+        fit = {"shuffle": False, "verbose": 0, "cores": cores, "callbacks": [KeepsTheWeight()]}
+        losses = model.fit(X, Y[:, :rows], 8 // cores, 3, **fit).history["loss"]
+        assert torch.equal(model.kept, model.module.weight)
+        return losses
+
+    assert run() == pytest.approx(run(run_eagerly=True), rel=1e-5)
+
+
+class Remembers(nn.Module):
+    """A recurrent net whose state is an attribute, not a buffer, that each step changes."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.linear, self.change, self.hidden = nn.Linear(6, 2), change, torch.zeros(2)
+
+    def forward(self, x):
+        if self.hidden.device != x.device:
+            self.hidden = self.hidden.to(x.device)
+        y = torch.tanh(self.linear(torch.cat([x, self.hidden.expand(len(x), 2)], 1)))
+        mean = y.detach().mean(0)
+        if self.change == "replaced":
+            self.hidden = mean
+        elif self.change == "data":
+            self.hidden.data = mean
+        else:
+            self.hidden.lerp_(mean, 0.5)
+        return y
+
+
+class Averages(tpufit.Model):
+    """Keeps averages of the weights in a list of tensors."""
+
+    ema: list[torch.Tensor] | None = None
+
+    def train_step(self, batch):
+        self.ema = self.ema or [p.detach().clone() for p in self.module.parameters()]
+        logs = super().train_step(batch)
+        for average, parameter in zip(self.ema, self.module.parameters(), strict=True):
+            average.mul_(0.9).add_(parameter.detach(), alpha=0.1)
+        return logs
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((kind, "Remembers.hidden") for kind in ("in place", "replaced", "data")),
+        ("averages", "Averages.ema[0]"),
+    ],
+)
+def test_state_in_attributes_is_traced_and_named(cores, kind, name, monkeypatch):
+    monkeypatch.setattr("tpufit.runtime.program._WORTH_GIVING", 0)
+
+    def run(**how):
+        torch.manual_seed(0)
+        model = Averages(small_net()) if kind == "averages" else tpufit.Model(Remembers(kind))
+        losses, _, traced = train(cores, model, **how)
+        kept = model.ema if kind == "averages" else [model.module.hidden]
+        return [*losses, *(float(tensor.sum()) for tensor in kept)], traced
+
+    (here, traced), (there, _) = run(), run(run_eagerly=True)
+    assert here == pytest.approx(there, rel=1e-4, abs=1e-5)
+    assert traced == f"{name}, a tensor that is no buffer, changed between two traces"
+    assert "register_buffer" in cure_for(traced)
+
+
+class Doubles(nn.Module):
+    """Changes its input, and adds to a tensor that existed before the step, and that the step doesn't read."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.linear, self.in_place, self.last = nn.Linear(4, 2), in_place, torch.zeros(())
+
+    def forward(self, x):
+        if self.last.device != x.device:
+            self.last = self.last.to(x.device)
+        self.last.copy_(x.sum())
+        return self.linear(x.mul_(2) if self.in_place else x * 2)
+
+
+def test_a_step_may_change_its_batch_and_an_unread_tensor(cores):
+    def run(in_place, **how):
+        torch.manual_seed(0)
+        model = tpufit.Model(Doubles(in_place))
+        losses, _, traced = train(cores, model, **how)
+        return [*losses, float(model.module.last)], traced
+
+    before = counts()
+    here, traced = run(in_place=True)
+    assert traced == ""
+    assert (counts() - before).waits[
+        "capture"
+    ] < 12  # of 18 steps; an audit is a capture, because it would change the batch
+    assert here == pytest.approx(run(in_place=False, run_eagerly=True)[0], rel=1e-4)
+
+
+def test_weights_kept_in_an_attribute_announce_no_change(cores):
+    class Looks(Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch % 3 == 1:
+                self.model.module.backup = self.model.module.state_dict()
+
+    model = tpufit.Model(small_net())
+    model.compile("sgd", "mse", scale_lr=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(X.repeat(8, 1), Y.repeat(8, 1), 8 // cores, 4, verbose=0, cores=cores, callbacks=[Looks()])

@@ -1,4 +1,4 @@
-"""Nets as people build them train 5 steps, replayed and traced, to equal results; what is only traced says why."""
+"""Typical nets train 5 steps, replayed and traced, with equal results; a net that can't be replayed says why."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ TELLING = ("ResNet", "GRU", "Llama", "DeepFM", "two towers", "GAN", "control flo
 
 
 def train(architecture, cores, jit_compile):
-    """Train 5 steps. Returns all that they leave, the weights they began with, and how often their Python ran."""
+    """Train 5 steps. Return the results, the initial weights, and how often their Python ran."""
     traces = []
 
     class Counted(architecture.model):
@@ -49,7 +49,7 @@ def train(architecture, cores, jit_compile):
     "name", [name if name in TELLING else pytest.param(name, marks=pytest.mark.soak) for name in ARCHITECTURES]
 )
 @pytest.mark.soak_on(8)
-def test_five_steps_replayed_equal_five_traced_to_the_bit(cores, name):
+def test_five_replayed_steps_equal_five_traced_steps_bit_for_bit(cores, name):
     architecture = ARCHITECTURES[name]
     why = architecture.why_traced
     said = f"the train step is traced anew on every call, which is slow, because {why}"
@@ -61,7 +61,7 @@ def test_five_steps_replayed_equal_five_traced_to_the_bit(cores, name):
     assert replayed.state.keys() == traced.state.keys()
     for key, value in traced.state.items():
         assert torch.equal(replayed.state[key], value), key
-    # And they did train. A bias before a norm, or of a critic, has nothing to learn.
+    # The weights did change. A bias before a norm, or of a critic, has nothing to learn.
     assert np.isfinite([values for values in traced.history.values()]).all()
     for key, value in traced.begun.items():
         assert value.dim() < 2 or not torch.equal(traced.state[key], value), f"{key} has not learned"

@@ -1,4 +1,4 @@
-"""When a replay is audited: at the first one of a pass, then at doubling distances that the clock affords."""
+"""When replays are audited: the first of a pass, then at doubling distances that time allows."""
 
 import pytest
 
@@ -21,46 +21,46 @@ def clock(monkeypatch):
 
 
 def captured(in_lockstep=False, cost=0.5, agreed=True):
-    """The audits of a graph that has been captured, and audited at the beginning of a pass."""
+    """The audits of a captured graph, after the audit at the beginning of a pass."""
     own = audits.Audits(in_lockstep)
-    own.captured("graph")
+    own.note_capture("graph")
     own.begin_pass()
-    assert own.due("graph", None)
-    own.ended("graph", cost, agreed)
+    assert own.is_due("graph", None)
+    own.note_audit("graph", cost, agreed)
     return own
 
 
 def steps_audited(own, clock, steps, seconds, left=lambda i: None, after=lambda own: None):
-    """The steps of a pass before which an audit comes."""
+    """Return the steps of a pass that are preceded by an audit."""
     found = []
     for i in range(steps):
-        if own.due("graph", left(i)):
+        if own.is_due("graph", left(i)):
             found.append(i)
-            own.ended("graph", 0.5, agreed=True)
-        own.replayed("graph", 1)
+            own.note_audit("graph", 0.5, agreed=True)
+        own.note_replay("graph", 1)
         clock.now += seconds
         after(own)
     return found
 
 
-def test_distances_double(clock):
+def test_distances_between_audits_double(clock):
     assert steps_audited(captured(in_lockstep=True), clock, 200, 0.0) == [4, 12, 28, 60, 124]
 
 
-def test_they_begin_anew_with_each_pass(clock):
+def test_each_pass_begins_with_an_audit(clock):
     own = captured(in_lockstep=True)
     steps_audited(own, clock, 50, 0.0)
     own.begin_pass()
     assert steps_audited(own, clock, 14, 0.0) == [0, 4, 12]
 
 
-def test_they_take_a_hundredth_of_the_time(clock):
+def test_audits_take_a_hundredth_of_the_time(clock):
     own = captured(cost=0.5)
     assert steps_audited(own, clock, 1000, 0.25) == [201, 402, 603, 804]
     assert steps_audited(captured(cost=0.5), clock, 20, 100.0) == [4, 12]
 
 
-def test_the_last_steps_are_audited_if_it_is_affordable_or_code_of_the_users_runs(clock):
+def test_the_last_steps_are_audited_if_cheap_or_users_code_runs(clock):
     def countdown(i):
         return 9 - i
 
@@ -70,48 +70,48 @@ def test_the_last_steps_are_audited_if_it_is_affordable_or_code_of_the_users_run
     assert hooked == [8, 9]
 
 
-def test_none_comes_soon_after_a_capture_that_shows_what_it_costs(clock):
+def test_no_audit_soon_after_an_expensive_capture(clock):
     own = audits.Audits()
-    own.captured("graph")  # compiled
-    own.captured("graph", 0.5)
+    own.note_capture("graph")  # compiled
+    own.note_capture("graph", 0.5)
     assert steps_audited(own, clock, 400, 0.25) == [201]
 
 
-def test_code_that_runs_seldom_is_followed_by_an_audit(clock):
+def test_an_audit_follows_rarely_run_user_code(clock):
     own = captured()
-    own.replayed("graph", 3)
-    assert not own.due("graph", None)
+    own.note_replay("graph", 3)
+    assert not own.is_due("graph", None)
     own.note_users_code(seldom=True)
-    assert own.due("graph", None)
+    assert own.is_due("graph", None)
 
 
 @pytest.mark.parametrize(("coded", "doubtful"), [(False, 7), (True, 4)], ids=["by itself", "by user code"])
 def test_the_doubtful_steps(clock, coded, doubtful):
     own = captured()
-    own.replayed("graph", 3)
+    own.note_replay("graph", 3)
     if coded:
         own.note_users_code(seldom=False)
-    own.replayed("graph", 4)
-    assert own.doubtful("graph") == doubtful
+    own.note_replay("graph", 4)
+    assert own.count_doubtful_steps("graph") == doubtful
 
 
-def test_a_change_between_two_passes_leaves_no_step_in_doubt(clock):
+def test_a_change_between_passes_leaves_no_doubtful_step(clock):
     own = captured()
-    own.replayed("graph", 3)
+    own.note_replay("graph", 3)
     own.note_users_code(seldom=True)  # on_epoch_end
     own.begin_pass()
-    assert own.due("graph", None) and own.doubtful("graph") == 0
+    assert own.is_due("graph", None) and own.count_doubtful_steps("graph") == 0
 
 
-def test_after_a_difference_all_graphs_are_in_doubt(clock):
+def test_after_a_difference_all_graphs_are_doubtful(clock):
     own = captured()
-    own.captured("short batch")
-    assert not own.due("short batch", None)
-    own.ended("graph", 0.5, agreed=False)
-    assert own.due("short batch", None) and not own.due("graph", None)
+    own.note_capture("short batch")
+    assert not own.is_due("short batch", None)
+    own.note_audit("graph", 0.5, agreed=False)
+    assert own.is_due("short batch", None) and not own.is_due("graph", None)
 
 
-def test_an_audit_that_could_not_compare_is_followed_by_another(clock):
+def test_a_failed_comparison_is_followed_by_another_audit(clock):
     own = captured(in_lockstep=True)
-    own.disturbed("graph")
-    assert own.due("graph", None)
+    own.note_disturbed_audit("graph")
+    assert own.is_due("graph", None)

@@ -1,4 +1,4 @@
-"""Augmentation on the device: inside a replayed step, the same on any number of cores, and what its name says."""
+"""Augmentation on the device: in replayed steps, the same on any number of cores, and true to its name."""
 
 from pathlib import Path
 
@@ -88,14 +88,14 @@ def test_it_is_replayed_and_the_same_on_any_number_of_cores(cores, augmentation)
         losses.append(history["loss"])
         assert all(0 <= share <= 1 for share in history["accuracy"] + history["val_accuracy"])
     assert losses[0] == losses[1] and len(set(losses[0])) == 3
-    plain = make()  # what the labels of the validation say doesn't depend on the augmentation
+    plain = make()  # the predictions for validation labels don't depend on the augmentation
     plain.set_weights(model.get_weights())
     assert plain.evaluate(data, batch_size=8 // cores, verbose=0)[1] == pytest.approx(history["val_accuracy"][-1])
 
 
 @pytest.mark.soak
 def test_one_core_and_eight_draw_the_same(run_python):
-    """Also for a last batch of 5 images, fewer than cores, whose first one is mixed with the fifth."""
+    """Also for a last batch of 5 images, fewer than cores, whose first image is mixed with the fifth."""
     code = """
         import sys; sys.path.insert(0, {folder!r})
         from test_augment import *
@@ -109,16 +109,16 @@ def test_one_core_and_eight_draw_the_same(run_python):
 
 
 @pytest.mark.cores(1)
-def test_another_fit_with_the_same_two_transforms_needs_no_other_graph(cores):
+def test_another_fit_with_the_same_transforms_reuses_the_graph(cores):
     model, flip, data = make(), RandomHorizontalFlip(), Photos()
-    data.device_transform = data.device_transform  # as an attribute it is the same object each time
+    data.device_transform = data.device_transform  # an attribute returns the same object each time
     model.fit(data, None, 8, verbose=0, device_transform=flip)
     before = runtime.counts()
     model.fit(data, None, 8, verbose=0, device_transform=flip)
     assert not (runtime.counts() - before).graphs
     with pytest.raises(ArgumentError, match="device_transform must be a function of a batch, got 'flip'"):
         model.fit(data, None, 8, verbose=0, device_transform="flip")
-    with pytest.raises(ArgumentError, match=r"got the class RandomCrop: make one, RandomCrop\(\)"):
+    with pytest.raises(ArgumentError, match=r"got the class RandomCrop: pass an instance, RandomCrop\(\)"):
         model.fit(data, None, 8, verbose=0, device_transform=RandomCrop)
 
 
@@ -127,7 +127,7 @@ def of(x, augmentation, seed=0):
     return augmentation(x)
 
 
-def test_flips_and_crops_keep_pixels():
+def test_flips_and_crops_preserve_pixels():
     x = torch.from_numpy(IMAGES)
     assert torch.equal(of(x, RandomHorizontalFlip(1.0)), x.flip(-1))
     assert torch.equal(of(x, RandomVerticalFlip(1.0)), x.flip(-2))
@@ -151,11 +151,11 @@ def test_crops_reach_the_last_pixels(monkeypatch):
 
 
 @pytest.mark.parametrize("form", [(8, 8), (6, 10)])
-def test_affine_warps_as_grid_sample_does(form):
+def test_affine_equals_grid_sample(form):
     x = torch.rand(3, 2, *form)
     height, width = form
     angle, scale = 0.3, 1.25
-    # Where pixels come from: turned back, and then scaled back, about the middle.
+    # The source of each pixel: rotated back, and then scaled back, about the center.
     turn = torch.tensor([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]) / scale
     sides = torch.tensor([width / 2, height / 2], dtype=turn.dtype)
     theta = (turn * sides / sides[:, None]).float()
@@ -169,26 +169,28 @@ def test_affine_warps_as_grid_sample_does(form):
     torch.testing.assert_close(half, F.avg_pool2d(x, 2), rtol=1e-4, atol=1e-5)
 
 
-def test_shear_leans_images_along_their_width(monkeypatch):
+def test_shear_moves_rows_along_the_width(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, 0.75))  # half of the largest angle
     x = torch.rand(2, 1, 6, 6)
     lean = np.tan(np.radians(20.0 / 2))
-    # A pixel comes from further left the further down it is.
+    # The lower a pixel, the further left is its source.
     theta = torch.tensor([[1.0, -lean, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float32).expand(2, 2, 3)
     expected = F.grid_sample(x, F.affine_grid(theta, x.shape, align_corners=False), align_corners=False)
     torch.testing.assert_close(RandomAffine(0.0, shear=20.0)(x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("translate", "moved"), [((0.5, 0.0), (0, 2)), ((0.0, 0.5), (2, 0))])
-def test_images_move_by_shares_of_their_width_and_height(translate, moved, monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, 0.75))  # half of the farthest
+def test_translation_is_a_fraction_of_width_and_height(translate, moved, monkeypatch):
+    monkeypatch.setattr(
+        torch, "rand", lambda *shape, **options: torch.full(shape, 0.75)
+    )  # half of the largest distance
     x = torch.rand(3, 1, 8, 8)
     down, right = moved
     expected = F.pad(x, (right, 0, down, 0))[:, :, :8, :8]
     torch.testing.assert_close(RandomAffine(0.0, translate)(x), expected)
 
 
-def test_colours_stay_in_their_range_and_grey_stays_grey():
+def test_colours_stay_in_range_and_grey_stays_grey():
     x = torch.from_numpy(IMAGES)
     for one in (x, x.float() / 255):
         out = of(one, ColorJitter(0.9, 0.9, 0.9))
@@ -209,7 +211,7 @@ def test_colours_change_by_the_factor(monkeypatch):
         torch.testing.assert_close(ColorJitter(**{name: 0.4})(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_erasing_blackens_one_rectangle():
+def test_erasing_sets_one_rectangle_to_zero():
     out = of(torch.ones(200, 1, 16, 16), RandomErasing(scale=(0.1, 0.2)))
     black = (out == 0)[:, 0]
     share = black.flatten(1).float().mean(1)
@@ -223,7 +225,7 @@ def test_mixing_mixes_labels_as_it_mixes_images():
     x, y = torch.rand(8, 3, 8, 8), torch.arange(8) % 5
     for kind in (MixUp, CutMix):
         images, targets = of((x, y), kind(5, alpha=0.7), seed=3)
-        share = targets[0, 0].item()  # of the first image, whose label is 0 and that before it 2
+        share = targets[0, 0].item()  # of the first image, whose label is 0, as is the label before it 2
         assert 0 < share < 1 and targets[0, 2].item() == pytest.approx(1 - share)
         if kind is MixUp:
             torch.testing.assert_close(images, share * x + (1 - share) * x.roll(1, 0))
@@ -237,11 +239,11 @@ def test_mixing_mixes_labels_as_it_mixes_images():
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.5, 1.0, 2.0])
-def test_the_share_is_of_a_beta_distribution(alpha):
-    from tpufit.data.augment import _beta
+def test_the_mixing_share_has_a_beta_distribution(alpha):
+    from tpufit.data.augment import _draw_beta
 
     torch.manual_seed(0)
-    drawn = torch.stack([_beta(torch.zeros(1), alpha) for _ in range(4000)])
+    drawn = torch.stack([_draw_beta(torch.zeros(1), alpha) for _ in range(4000)])
     assert drawn.mean().item() == pytest.approx(0.5, abs=0.02)
     assert drawn.var().item() == pytest.approx(0.25 / (2 * alpha + 1), abs=0.008)  # of Beta(a, a)
 
@@ -251,7 +253,7 @@ def test_errors_say_what_was_expected():
         (lambda: RandomHorizontalFlip(2), "p must be from 0 to 1, got 2"),
         (lambda: MixUp(5, alpha=3), "alpha must be above 0 and at most 2, got 3"),
         (lambda: MixUp(5)(torch.zeros(2, 3, 4, 4)), "the batch must be .images, labels."),
-        (lambda: RandomCrop(9)(torch.zeros(2, 3, 8, 8)), r"cuts out more than images of \(8, 8\) have"),
+        (lambda: RandomCrop(9)(torch.zeros(2, 3, 8, 8)), r"is larger than images of \(8, 8\)"),
         (lambda: RandomErasing()(torch.zeros(2, 8)), r"shape \(N, C, H, W\), got \(2, 8\)"),
     ):
         with pytest.raises(ArgumentError, match=said):
@@ -261,7 +263,7 @@ def test_errors_say_what_was_expected():
 @pytest.mark.soak
 @pytest.mark.parametrize("magnitude", [5, 30])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_each_operation_of_rand_augment_is_torchvisions(name, magnitude):
+def test_each_operation_of_rand_augment_equals_torchvisions(name, magnitude):
     from torchvision.transforms import v2 as transforms
 
     x = torch.from_numpy(np.random.default_rng(2).integers(20, 230, (2, 3, 17, 24), dtype=np.uint8))
@@ -276,14 +278,14 @@ def test_each_operation_of_rand_augment_is_torchvisions(name, magnitude):
             x, title, sign * strength, interpolation=transforms.InterpolationMode.NEAREST, fill={}
         )
         which = torch.full((2,), float(OPERATIONS.index(name)))
-        found = own.applied(x, which, torch.full((2,), sign))
+        found = own.apply_operations(x, which, torch.full((2,), sign))
         differ = (found.int() - expected.int()).abs()
         assert (differ > 2).float().mean() < 0.02, (name, sign)  # a pixel half-way between two may be either
-        floats = own.applied(x / 255, which, torch.full((2,), sign))
+        floats = own.apply_operations(x / 255, which, torch.full((2,), sign))
         assert ((floats * 255 - found).abs() > 2).float().mean() < 0.02
 
 
-def test_what_rand_augment_refuses():
+def test_invalid_arguments_of_rand_augment():
     with pytest.raises(ArgumentError, match="magnitude must be below num_magnitude_bins=31, got 31"):
         RandAugment(magnitude=31)
     with pytest.raises(ArgumentError, match="num_ops must be"):
@@ -293,7 +295,7 @@ def test_what_rand_augment_refuses():
 
 
 class InWorkers(torch.utils.data.Dataset):
-    """As torchvision's own modules are used: where they draw on the host."""
+    """Uses torchvision's modules where they draw random numbers on the host."""
 
     def __init__(self):
         from torchvision.transforms import v2
@@ -318,5 +320,5 @@ def test_torchvisions_transforms_in_the_workers_of_a_loader(cores):
         loader = torch.utils.data.DataLoader(InWorkers(), batch_size=8 // cores, num_workers=2)
         model = make()
         losses.append(model.fit(loader, epochs=2, verbose=0, cores=cores).history["loss"])
-        assert not model.report().traced["train"]  # it is replayed
+        assert not model.report().traced["train"]  # the step is replayed
     assert losses[0] == losses[1] and losses[0][0] != losses[0][1]

@@ -1,4 +1,4 @@
-"""What a loss is the mean over: batches that are put together are as one, however they were cut and on any cores."""
+"""Losses are means over all rows: batches that are combined count as one, for any division and any cores."""
 
 import copy
 import math
@@ -13,12 +13,12 @@ from torch.nn import functional as F
 import tpufit
 from tpufit import runtime
 from tpufit.errors import ArgumentError
-from tpufit.losses import mean_of
+from tpufit.losses import weighted_mean
 
 ROWS, TIME, WORDS = 72, 6, 11
 GENERATOR = torch.Generator().manual_seed(1)
 X = torch.randint(0, WORDS, (ROWS, TIME), generator=GENERATOR)
-# The first texts have one word that counts, the next none, and the others all.
+# The first texts have one counted word, the next none, and the others all.
 LENGTHS = torch.tensor([1] * 16 + [0] * 16 + [TIME] * 40)
 Y = torch.randint(0, WORDS, (ROWS, TIME), generator=GENERATOR)
 Y[torch.arange(TIME) >= LENGTHS[:, None]] = -100
@@ -29,7 +29,7 @@ SAMPLES = torch.rand(ROWS, generator=GENERATOR) + (torch.arange(ROWS) < 20) * 5
 
 
 class Net(nn.Module):
-    """Logits of words, values of words, and logits of texts."""
+    """Returns logits of words, values of words, and logits of texts."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Words(Net):
 
 
 class OwnLoss(Words):
-    """As a model of transformers: its loss is of the next words, and returned beside the logits."""
+    """As a model of transformers: its loss is of the next words, and returned with the logits."""
 
     def forward(self, x, labels=None):
         logits = super().forward(x)
@@ -80,7 +80,7 @@ class OwnStep(tpufit.Model):
 
 
 class OwnAverage(tpufit.Model):
-    """Steps whose loss only they know, and a penalty."""
+    """Steps that compute their own loss, and a penalty."""
 
     def train_step(self, batch):
         loss, penalty = self.losses(batch)
@@ -163,7 +163,7 @@ def sgd(parameters):
 
 
 def whole(net, name, rows=slice(None)):
-    """The loss of rows in PyTorch."""
+    """Return the loss of all rows in PyTorch."""
     _, _, _, (x, *targets), loss_of = KINDS[name]
     out = net(**{key: value[rows] for key, value in x.items()}) if isinstance(x, dict) else net(x[rows])
     y = [{k: v[rows] for k, v in t.items()} if isinstance(t, dict) else t[rows] for t in targets] or [None]
@@ -172,11 +172,11 @@ def whole(net, name, rows=slice(None)):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.cores(1, 8)
-def test_an_evaluation_is_the_loss_of_all_rows(cores, name):
+def test_evaluate_returns_the_loss_of_all_rows(cores, name):
     net, model, data = made(name)
     with torch.no_grad():
         expected = float(whole(net, name))
-    for size in (8, 40):  # 9 batches, of which two have no word that counts; or 2, the last of 32 rows
+    for size in (8, 40):  # 9 batches, of which two have no counted word; or 2 batches, the last of 32 rows
         found = model.evaluate(**data, batch_size=size // cores, verbose=0, cores=cores)
         found = found[0] if isinstance(found, list) else found
         assert found == pytest.approx(expected, rel=1e-5)
@@ -202,7 +202,7 @@ def test_metrics_count_labels_as_the_loss_does(cores):
 
 
 def on_the_host(name, rows, clip=None):
-    """The weights after two epochs of big batches in plain PyTorch."""
+    """Return the weights after two epochs of big batches in plain PyTorch."""
     net, _, _ = made(name)
     optimizer = sgd(net.parameters())
     for _ in range(2):
@@ -238,19 +238,19 @@ def assert_the_step_of_one(cores, name, accumulate_steps, global_clip_norm=None,
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.cores(1, 8)
-def test_accumulated_batches_take_the_step_of_one(cores, name, way):
-    """Batches of 16, the last of 8: three of them are 48 rows and then 24, two are 32, 32, and 8."""
+def test_accumulated_batches_step_as_one_batch(cores, name, way):
+    """Batches of 16 rows, the last of 8: three are 48 rows and then 24; two are 32, 32, and 8."""
     assert_the_step_of_one(cores, name, **WAYS[way])
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.cores(1)
-def test_eager_steps_accumulate_alike(cores, name):
+def test_eager_steps_accumulate_the_same(cores, name):
     assert_the_step_of_one(cores, name, 3, run_eagerly=True)
 
 
 class StopAt(tpufit.callbacks.Callback):
-    """Ends the process in a step of the run."""
+    """Ends the process in one step of the run."""
 
     def __init__(self, step):
         self.left = step
@@ -262,7 +262,7 @@ class StopAt(tpufit.callbacks.Callback):
 
 
 @pytest.mark.cores(1, 8)
-def test_gradients_of_several_parts_are_in_a_checkpoint(cores, tmp_path):
+def test_pending_gradients_are_in_a_checkpoint(cores, tmp_path):
     def fit(*callbacks):
         _, model, data = made("by output", accumulate_steps=3)
         options = {"batch_size": 16 // cores, "epochs": 2, "shuffle": False, "verbose": 0, "cores": cores}
@@ -282,11 +282,11 @@ def test_gradients_of_several_parts_are_in_a_checkpoint(cores, tmp_path):
 )
 def test_weights_of_another_shape(values, weights):
     with pytest.raises(ArgumentError, match=r"losses of shape \(4.* need weights of their shape or of shape \(4,\)"):
-        mean_of(values, weights)
+        weighted_mean(values, weights)
 
 
 class Encoder(tpufit.Model):
-    """A loss of two sums, divided or not, as examples of variational autoencoders have it."""
+    """A loss of two sums, divided or not, as in examples of variational autoencoders."""
 
     def train_step(self, batch):
         x, y = batch
@@ -297,7 +297,7 @@ class Encoder(tpufit.Model):
 
 
 @pytest.mark.cores(1, 8)
-def test_sums_in_a_step_count_by_rows(cores):
+def test_sums_in_a_step_are_weighted_by_rows(cores):
     model = Encoder(nn.Linear(1, 1, bias=False))
     nn.init.zeros_(model.module.weight)
     model.compile(lambda parameters: torch.optim.SGD(parameters, 0.0))
@@ -307,7 +307,7 @@ def test_sums_in_a_step_count_by_rows(cores):
 
 
 class Graphs(tpufit.Model):
-    """A batch has fewer targets than rows, and a custom step returns its own logs."""
+    """A batch with fewer targets than rows; a custom step returns its logs."""
 
     def train_step(self, batch):
         (nodes, *_), y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
@@ -319,7 +319,7 @@ class Graphs(tpufit.Model):
 @pytest.mark.parametrize("form", [lambda x, y: ((x,), y), lambda x, y: {"x": (x,), "y": y}], ids=["pair", "dict"])
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.cores(1, 8)
-def test_logs_of_a_step_count_by_the_rows_of_its_targets(cores, form, steps):
+def test_logs_are_weighted_by_the_rows_of_the_targets(cores, form, steps):
     """Eight graphs of 80 nodes, eight of 80, and then sixteen of 16: their losses are 1, 3 and 5."""
     model = Graphs(nn.Linear(2, 1))
     model.compile("sgd", steps_per_execution=steps)

@@ -1,4 +1,4 @@
-"""`fit(batch_size="auto")`: the largest batch that fits, by trial or by the TPU's compiler; on a CPU the usual one."""
+"""`fit(batch_size="auto")` finds the largest batch that fits, by trial or by the TPU's compiler."""
 
 import numpy as np
 import pytest
@@ -9,17 +9,17 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import tpufit
 from tpufit.errors import ArgumentError, OutOfMemoryError
 from tpufit.preflight.slices import slice_with
-from tpufit.runtime.release import release
-from tpufit.trainer.batch_size import largest
-from tpufit.utils import hardware
+from tpufit.trainer.batch_size import find_largest
+from tpufit.utils import hardware, releases
 from tpufit.utils.hardware import CHIPS, GENERATIONS
 
 X = np.random.default_rng(0).normal(size=(640, 4)).astype("float32")
 Y = X[:, :3].copy()
+OF_2_8 = releases.parse_release(releases.version("torch_xla")) == "2.8"
 
 
 class Limited(nn.Module):
-    """Asks for 24 terabytes if a batch has too many rows."""
+    """Allocates 24 terabytes if a batch has too many rows."""
 
     def __init__(self, most, further=1):
         super().__init__()
@@ -48,7 +48,7 @@ def fit(model, cores, batch_size, **how):
 
 @pytest.fixture
 def memory_is_known(monkeypatch):
-    """As on a TPU."""
+    """Pretend that the memory is known, as on a TPU."""
     import torch_xla.core.xla_model as xm
 
     monkeypatch.setattr(xm, "get_memory_info", lambda device: {"bytes_limit": 16 << 30, "bytes_used": 0})
@@ -57,10 +57,10 @@ def memory_is_known(monkeypatch):
 def test_the_largest_size():
     for fitting in range(1, 200):
         for most in (1, 20, 32, 33, 64, 1000):
-            found, tried = largest(lambda size, fitting=fitting: size <= fitting, most)
+            found, tried = find_largest(lambda size, fitting=fitting: size <= fitting, most)
             assert found <= min(fitting, most) and len(tried) == len(set(tried)) <= 12
             assert found + max(1, found // 8) >= min(fitting, most)
-    assert largest(lambda size: False, 100) == (None, [32, 16, 8, 4, 2, 1])
+    assert find_largest(lambda size: False, 100) == (None, [32, 16, 8, 4, 2, 1])
 
 
 class Rows(IterableDataset):
@@ -71,22 +71,22 @@ class Rows(IterableDataset):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (DataLoader(TensorDataset(torch.ones(4, 4), torch.ones(4, 3)), batch_size=2), "DataLoader brings its own"),
-        ([(X[:8], Y[:8])], "list brings its own batches"),
-        (Rows(), "Rows reads its rows in one go"),
+        (DataLoader(TensorDataset(torch.ones(4, 4), torch.ones(4, 3)), batch_size=2), "DataLoader has batches already"),
+        ([(X[:8], Y[:8])], "list has batches already"),
+        (Rows(), "Rows is an IterableDataset"),
     ],
 )
-def test_data_that_are_batched_already_are_refused_before_anything_starts(data, message):
-    with pytest.raises(ArgumentError, match=f"goes with arrays and map-style datasets: this {message}"):
+def test_batched_data_are_refused_before_the_start(data, message):
+    with pytest.raises(ArgumentError, match=f"needs arrays or a map-style dataset: this {message}"):
         made(nn.Linear(4, 3)).fit(data, batch_size="auto")
 
 
 @pytest.mark.cores(1, 8)
-def test_on_a_cpu_it_is_the_usual_size(cores, capsys):
+def test_auto_is_the_default_size_on_a_cpu(cores, capsys):
     model = made(nn.Linear(4, 3))
     history, _ = fit(model, cores, "auto", verbose=2)
     said = capsys.readouterr().out
-    assert "batch_size='auto': 32 rows a core, as usual, since only a TPU says how much memory there is\n" in said
+    assert "batch_size='auto': 32 rows a core, the default, because only a TPU tells its memory\n" in said
     assert f"batch 32 x {cores}" in said and "batch size" in str(model.report())
     assert len(history["loss"]) == 2 and model.steps_taken == 2 * (640 // (32 * cores) + (640 % (32 * cores) > 0))
     with pytest.raises(ArgumentError, match="batch_size must be"):
@@ -94,19 +94,19 @@ def test_on_a_cpu_it_is_the_usual_size(cores, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(release() == "2.8", reason="torch_xla 2.8 ends the process where memory is full")
+@pytest.mark.skipif(OF_2_8, reason="torch_xla 2.8 ends the process where memory is full")
 @pytest.mark.cores(1, 8, quick=False)
 @pytest.mark.parametrize("further", [1, pytest.param(1 << 21, id="lost", marks=pytest.mark.soak)])
-def test_it_is_tried_where_nobody_can_compile_for_the_device(cores, further, memory_is_known, capsys):
-    """Also with a state so large that a step which fails takes it along."""
+def test_auto_tries_sizes_without_a_compiler(cores, further, memory_is_known, capsys):
+    """Also with a state so large that a failed step consumes it."""
     model = made(Limited(40 * cores, further))
-    model.module.eval()  # as it may be left after a prediction: what is tried is training all the same
+    model.module.eval()  # a prediction may leave the net in eval mode; the trial trains anyway
     before = model.get_weights()
     model.fit(X, Y, "auto", 0, cores=cores, verbose=2)
     said = capsys.readouterr().out
-    assert "40 rows a core, the most that fit of those that were tried (32, 64, 48, 40, 44)" in said
+    assert "40 rows a core, the largest tried size that fits (32, 64, 48, 40, 44)" in said
     assert model.steps_taken == 0 and all(map(np.array_equal, before, model.get_weights()))
-    assert "the most that fit of those" in str(model.report())
+    assert "the largest tried size that fits" in str(model.report())
     found = fit(model, cores, "auto")
     expected = fit(made(Limited(10**9, further)), cores, 40)
     assert found[0] == expected[0] and all(torch.equal(found[1][name], value) for name, value in expected[1].items())
@@ -122,17 +122,16 @@ def test_the_slice_of_a_hosts_chips():
     assert slice_with([GENERATIONS["v6e"]], 1, 1).name == "v6e-1"
     old = [CHIPS["0x0027"]] * 4
     assert (slice_with(old, 8, 8 << 30).name, slice_with(old, 8, 15 << 30).name) == ("v2-8", "v3-8")
-    assert (
-        slice_with([], 1, 1) is None and slice_with(old, 3, 1) is None and slice_with([CHIPS["0x0076"]], 2, 1) is None
-    )
+    assert slice_with([CHIPS["0x0076"]] * 4, 8, 1).name == "v7x-8"
+    assert slice_with([], 1, 1) is None and slice_with(old, 3, 1) is None
 
 
 @pytest.mark.soak
 @pytest.mark.cores(1)
-def test_it_is_compiled_where_the_compiler_is(cores, memory_is_known, monkeypatch, capsys):
+def test_auto_compiles_sizes_with_a_compiler(cores, memory_is_known, monkeypatch, capsys):
     pytest.importorskip("libtpu")
     monkeypatch.setattr(hardware, "chips", lambda: [GENERATIONS["v5e"]])
     model = made(nn.Linear(4, 3))
     fit(model, cores, "auto", verbose=2)
     said = capsys.readouterr().out
-    assert "640 rows a core, the most that fit by the TPU's compiler" in said and model.steps_taken == 2
+    assert "640 rows a core, the most that fit according to the TPU's compiler" in said and model.steps_taken == 2

@@ -1,4 +1,4 @@
-"""CachedDataset: what is read equals what the source gives, in every mode, whoever made it, whatever is asked for."""
+"""CachedDataset returns the source's samples, in every mode, from any number of workers, in any order."""
 
 import os
 import pickle
@@ -32,7 +32,7 @@ def exactly(actual, wanted):
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """A finished cache of `Everything`, in three files of two blocks."""
+    """A complete cache of `Everything`, in three files of two blocks."""
     folder = tmp_path_factory.mktemp("everything")
     data = CachedDataset(Everything(), folder, shard_mb=0.8, workers=0)
     data.warm_up(progress=False)
@@ -43,7 +43,7 @@ def everything(tmp_path_factory):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_batch_equals_the_source(everything, mode, ordered):
     data = CachedDataset.open(everything, mode=mode, ordered=ordered)
-    source, indices = Everything(), np.random.default_rng(0).integers(0, 120, 50)  # some come twice
+    source, indices = Everything(), np.random.default_rng(0).integers(0, 120, 50)  # some indices are repeated
     batch = data.get_batch(indices)
     exactly(batch, expected([source[i] for i in (indices if ordered else np.sort(indices)).tolist()]))
     assert batch["image"].dtype == torch.uint8 and batch["pair"][0].dtype == torch.bfloat16
@@ -68,14 +68,14 @@ def test_samples_one_by_one(everything, mode):
 
 
 def one(sample):
-    """A sample as a batch of one, but for the nest within it, which is compared by its own leaves."""
+    """Return a sample as a batch of one row; its nested sample is compared leaf by leaf."""
     batch = expected([sample])
     batch["pair"] = [(batch["pair"][0][0], [batch["pair"][1][0][0]])]
     return batch
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_read_is_a_copy(everything, mode):
+def test_batches_are_copies(everything, mode):
     data = CachedDataset.open(everything, mode=mode)
     for read in (lambda: data[3]["image"], lambda: data.get_batch([3])["image"][0]):
         read().zero_()
@@ -83,10 +83,10 @@ def test_what_is_read_is_a_copy(everything, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_memory_is_used_again_once_nobody_holds_it(everything, mode):
+def test_unreferenced_memory_is_reused(everything, mode):
     data = CachedDataset.open(everything, mode=mode)
     images = torch.stack([torch.tensor(Everything()[i]["image"]) for i in range(120)])
-    orders = [np.random.default_rng(i).permutation(120)[: 60 + i] for i in range(12)]  # more than is ever kept
+    orders = [np.random.default_rng(i).permutation(120)[: 60 + i] for i in range(12)]  # more than the most that is kept
     held = [data.get_batch(order)["image"] for order in orders]
     pieces = [held[0][5, 1], held[1].numpy()[7:9], held[2].view(torch.int16)]
     copies = [torch.as_tensor(piece).clone() for piece in pieces]
@@ -116,14 +116,14 @@ def test_several_threads_may_read(everything, mode):
         assert all(threads.map(read, range(8)))
 
 
-def test_iterating_ends(tmp_path):
+def test_iteration_ends(tmp_path):
     data = CachedDataset(Rows(3), tmp_path, workers=0)
     assert [index for _, index in data] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("index", [-1, 120, 10**12])
-def test_there_is_no_such_sample(everything, mode, index):
+def test_an_index_out_of_range(everything, mode, index):
     data = CachedDataset.open(everything, mode=mode)
     with pytest.raises(IndexError, match=rf"no sample {index}: the cache has 120, from 0 to 119"):
         data.get_batch(np.array([0, index, 5]))
@@ -132,7 +132,7 @@ def test_there_is_no_such_sample(everything, mode, index):
 
 
 @pytest.mark.parametrize("indices", [[[1, 2]], [1.0], np.array([True, False]), 3])
-def test_indices_are_whole_numbers_in_one_dimension(everything, indices):
+def test_indices_are_one_dimensional_integers(everything, indices):
     with pytest.raises(ArgumentError, match="whole numbers in one dimension"):
         CachedDataset.open(everything).get_batch(indices)
 
@@ -151,7 +151,7 @@ def test_copies_are_variants_by_epoch(tmp_path):
     exactly(data[5], tuple(leaf[5] for leaf in epochs[1]))
 
 
-def test_the_seed_is_what_random_numbers_depend_on(tmp_path):
+def test_random_numbers_depend_on_the_seed(tmp_path):
     made = {}
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         random.seed(folder)
@@ -161,7 +161,7 @@ def test_the_seed_is_what_random_numbers_depend_on(tmp_path):
     assert not torch.equal(made["a"][3], made["c"][3])
 
 
-def test_random_numbers_and_threads_of_the_process_stay_as_they_are(tmp_path):
+def test_the_process_keeps_its_random_state_and_threads(tmp_path):
     def draw():
         return random.random(), np.random.rand(), torch.rand(()).item(), torch.get_num_threads()
 
@@ -174,7 +174,7 @@ def test_random_numbers_and_threads_of_the_process_stay_as_they_are(tmp_path):
 
 
 @pytest.mark.soak
-def test_the_files_are_the_same_whoever_makes_them(tmp_path):
+def test_files_dont_depend_on_the_number_of_workers(tmp_path):
     contents = []
     for workers in (0, 1, 2):
         folder = tmp_path / str(workers)
@@ -192,29 +192,29 @@ def test_workers_load_no_torch_xla(tmp_path):
     assert not data.get_batch(np.arange(64))[1].any()
 
 
-def test_it_is_warmed_up_when_first_read(tmp_path, capsys):
+def test_the_first_read_warms_the_cache_up(tmp_path, capsys):
     data = CachedDataset(Rows(), tmp_path, shard_mb=FILES_OF_16, workers=0)
     assert capsys.readouterr().out == "" and data.info().missing == 4
     assert data[5][1] == 5
     line = f"{tmp_path}: making 4 of 4 files of samples before the first can be read."
     assert capsys.readouterr().out.startswith(line)
     assert data[6][1] == 6 and data.info().missing == 0
-    data.warm_up()  # again is no work
+    data.warm_up()  # a second warm-up does nothing
     assert capsys.readouterr().out == ""
 
 
-def test_the_bar_is_one_line_where_nothing_can_be_drawn(tmp_path, capsys):
+def test_the_bar_is_one_line_without_a_terminal(tmp_path, capsys):
     CachedDataset(Rows(), tmp_path, workers=0).warm_up()
     [line] = capsys.readouterr().out.strip().splitlines()
     assert "64/64 samples" in line
 
 
-def test_what_it_says_of_itself(tmp_path):
+def test_its_repr(tmp_path):
     data = CachedDataset(Rows(), tmp_path / "cache", device_transform=abs, shard_mb=FILES_OF_16, workers=0)
     info = data.info()
     assert (info.rows, info.copies, info.files, info.missing) == (64, 1, 4, 4)
     assert (info.bytes, info.path) == (64 * 1032, tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()  # nothing is written before there is something to keep
+    assert not (tmp_path / "cache").exists()  # nothing is written before the first data
     data.warm_up(progress=False)
     opened = CachedDataset.open(tmp_path / "cache", device_transform=abs)
     assert opened.info() == data.info() and opened.info().missing == 0
@@ -223,14 +223,14 @@ def test_what_it_says_of_itself(tmp_path):
     assert repr(data) == f"CachedDataset(64 samples, '{tmp_path}/cache')"
 
 
-def test_small_sets_are_cut_into_files_enough_for_workers(tmp_path):
+def test_small_sets_have_enough_files_for_all_workers(tmp_path):
     rows = TensorDataset(torch.zeros(20_000, 2))
     assert CachedDataset(rows, tmp_path).info().files == 16
     assert CachedDataset(rows, tmp_path, shard_mb=0.001).info().files > 100
     assert CachedDataset(Rows(), tmp_path).info().files == 1
 
 
-def test_another_shard_size_goes_on_with_the_files_there_are(tmp_path):
+def test_another_shard_size_keeps_existing_files(tmp_path):
     CachedDataset(Rows(), tmp_path, shard_mb=FILES_OF_16, workers=0).warm_up(progress=False)
     assert CachedDataset(Rows(), tmp_path, shard_mb=256).info().files == 4
 
@@ -241,8 +241,8 @@ def test_it_can_be_pickled(everything):
     exactly(pickle.loads(pickle.dumps(data)).get_batch([1, 2]), data.get_batch([1, 2]))
 
 
-def test_opening_what_is_no_cache(tmp_path):
-    with pytest.raises(CacheError, match="holds no cache: there is no meta.json"):
+def test_opening_a_folder_without_a_cache(tmp_path):
+    with pytest.raises(CacheError, match="has no cache: there is no meta.json"):
         CachedDataset.open(tmp_path)
 
 
@@ -253,7 +253,7 @@ def test_opening_an_unfinished_cache(tmp_path):
         CachedDataset.open(tmp_path)
 
 
-def test_an_opened_cache_can_not_be_made(everything):
+def test_an_opened_cache_cannot_be_warmed_up(everything):
     with pytest.raises(CacheError, match="opened without its source"):
         CachedDataset.open(everything).warm_up()
 
@@ -289,7 +289,7 @@ Point = namedtuple("Point", "x y")
     ("leaf", "message"),
     [
         (Image.new("RGB", (4, 4)), r"sample\[0\] of sample 0 is a PIL.Image.Image.* array in `transform`"),
-        ("a word", r"is a builtins.str, which a cache can't keep: return a tensor"),
+        ("a word", r"is a builtins.str, which a cache can't store: return a tensor"),
         (None, "NoneType"),
         (Point(1, 2), "Point"),
         ({1: 2}, "builtins.dict.* strings for keys"),
@@ -300,7 +300,7 @@ Point = namedtuple("Point", "x y")
         (torch.zeros(2, dtype=torch.complex128), "torch.Tensor of torch.complex128"),
     ],
 )
-def test_what_a_sample_can_not_be(tmp_path, leaf, message):
+def test_unsupported_samples(tmp_path, leaf, message):
     with pytest.raises(DataError, match=message):
         CachedDataset([(leaf, 1)], tmp_path)
 
@@ -310,7 +310,7 @@ def test_what_a_sample_can_not_be(tmp_path, leaf, message):
     [
         (torch.zeros(3, 3), r"sample\['x'\] of sample 2 is float32 \(3, 3\), but of sample 0 float32 \(2, 3\)"),
         (torch.zeros(2, 3, dtype=torch.int64), r"sample\['x'\] of sample 2 is int64 \(2, 3\), but of sample 0 float32"),
-        ([torch.zeros(2, 3)], r"sample 2 is built as \{'x': \[\"sample\['x'\]\[0\]\"\]\}, but sample 0 as"),
+        ([torch.zeros(2, 3)], r"sample 2 has the structure \{'x': \[\"sample\['x'\]\[0\]\"\]\}, but sample 0 has"),
     ],
 )
 def test_all_samples_are_alike(tmp_path, odd, message):
@@ -331,7 +331,7 @@ def test_arrays_of_any_strides_and_byte_order(tmp_path):
     exactly(data.get_batch([1])[0], torch.from_numpy(array.astype("i4")[:, ::-1, ::2] + 1))
 
 
-def test_a_bare_tensor_and_views_and_gradients(tmp_path):
+def test_a_single_tensor_and_views_and_gradients(tmp_path):
     rows = torch.arange(24.0).view(4, 6).requires_grad_()
     data = CachedDataset([row.view(2, 3).T for row in rows], tmp_path, workers=0)
     exactly(data.get_batch([2, 0]), torch.stack([row.view(2, 3).T for row in rows])[[2, 0]].detach())
@@ -340,7 +340,7 @@ def test_a_bare_tensor_and_views_and_gradients(tmp_path):
 # The command line.
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_command_line(tmp_path):
     (tmp_path / "project.py").write_text(
         "from cache_sources import NOISE_OF_16, Rows, noise\n"
@@ -350,7 +350,7 @@ def test_the_command_line(tmp_path):
     )
     command = [sys.executable, "-m", "tpufit.data", "warm", "project:data.train"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [TESTS.parent, TESTS]))}
-    for said in ("64/64 samples", ""):  # the second time all is there
+    for said in ("64/64 samples", ""):  # the second time all files exist
         result = processes.run(command, timeout=120, cwd=tmp_path, env=environment)
         assert (result.returncode, result.stderr) == (0, "")
         assert said in result.stdout and bool(said) == bool(result.stdout)
@@ -366,7 +366,7 @@ def test_the_command_line(tmp_path):
         ("nowhere:data", ModuleNotFoundError, "No module named 'nowhere'"),
     ],
 )
-def test_the_command_line_says_what_is_wrong(capsys, name, error, message):
+def test_errors_of_the_command_line(capsys, name, error, message):
     with pytest.raises(error) as raised:
         main(["warm", name])
     assert message in capsys.readouterr().err + str(raised.value)

@@ -1,4 +1,4 @@
-"""Faults on a cache: kills, full disks, damage, changes, rivals. None gives a wrong sample or loses a good file."""
+"""Faults on a cache: kills, full disks, damage, changes, concurrent writers. No fault gives wrong samples."""
 
 import errno
 import fcntl
@@ -35,13 +35,13 @@ from tpufit.errors import (
     DataError,
 )
 
-# Each of them kills or starves processes.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
+# Each test kills or starves processes.
+pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
 IMPORTS = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
 MODES = ["mmap", "ram"]
-SOON = 60.0  # seconds that something may take which takes a few
+SOON = 60.0  # the time limit, in seconds, for something that takes a few
 
 
 def rows(folder, transform=None, count=64, workers=0, **options):
@@ -56,7 +56,7 @@ def warmed(folder, *arguments, **options):
 
 
 def assert_right(data):
-    """All samples are what the source gives."""
+    """Check that all samples equal the source's."""
     values, labels = data.get_batch(np.arange(len(data)))
     assert labels.tolist() == list(range(len(data)))
     assert torch.equal(values, labels[:, None].int().expand(-1, 256))
@@ -67,7 +67,7 @@ def contents(folder):
 
 
 def finished(folder):
-    """When each finished file was written."""
+    """Return when each complete file was written."""
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*")}
 
 
@@ -80,7 +80,7 @@ def becomes(condition):
 
 @contextmanager
 def running(folder, code, **environment):
-    """A Python of its own that runs code."""
+    """Start a new Python that runs code."""
     with (
         open(folder / "output", "wb") as output,
         processes.process_group(
@@ -97,10 +97,8 @@ def running(folder, code, **environment):
 # Kills.
 
 WARM_UP = """
-import multiprocessing
 from cache_sources import *
 from tpufit.data.cache import CachedDataset
-multiprocessing.set_executable({python!r})
 data = CachedDataset(Rows({count}), "cache", note_process, shard_mb=FILES_OF_16, workers=2)
 data.warm_up(progress=False)
 """
@@ -108,7 +106,7 @@ data.warm_up(progress=False)
 
 @pytest.fixture
 def pids(tmp_path, monkeypatch):
-    """The folder where processes that make samples leave their numbers."""
+    """The folder in which processes that create samples write their ids."""
     folder = tmp_path / "pids"
     folder.mkdir()
     (tmp_path / "mine").mkdir()
@@ -117,12 +115,11 @@ def pids(tmp_path, monkeypatch):
 
 
 @contextmanager
-def at_work(folder, pids, count, python=None):
-    """A warm-up by two workers, once they make samples. It and they have ended when the block has."""
-    python = python or processes.SERVER.python()
+def at_work(folder, pids, count):
+    """Start a warm-up with two workers; yield once they create samples. At the end of the block all have ended."""
     for path in pids.iterdir():
         path.unlink()
-    with running(folder, WARM_UP.format(count=count, python=python), PIDS=str(pids)) as process:
+    with running(folder, WARM_UP.format(count=count), PIDS=str(pids)) as process:
         assert becomes(lambda: workers_of(process, pids)), (folder / "output").read_text()
         yield process
         assert becomes(lambda: not any(map(alive, workers_of(process, pids))))
@@ -140,13 +137,13 @@ def alive(pid):
 
 
 def kill_and_resume(folder, pids, times, count, seed):
-    """Kill a warm-up at random moments, look each time at what is left, and let the last one finish."""
+    """Kill a warm-up at random moments, check the files each time, and let the last warm-up finish."""
     cache, moments = folder / "cache", random.Random(seed)
     for _ in range(times):
         before = finished(cache)
         with at_work(folder, pids, count) as process:
             time.sleep(moments.uniform(0, 0.2))
-            os.kill(process.pid, signal.SIGKILL)  # only this one: its workers must end by themselves
+            os.kill(process.pid, signal.SIGKILL)  # only this process: its workers must end by themselves
         assert before.items() <= finished(cache).items()
         left = rows(cache, note_process, count)
         assert left.verify() == []
@@ -192,8 +189,7 @@ def test_killed_while_writing(tmp_path, run_python):
 
 
 def test_interrupted_from_the_keyboard(tmp_path, pids):
-    # New processes: a fork of the warm one may outlive the process that stands for it, which the warm-up waits for.
-    with at_work(tmp_path, pids, count=480, python=sys.executable) as process:
+    with at_work(tmp_path, pids, count=480) as process:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         assert process.wait(timeout=SOON) == -signal.SIGINT
     assert (tmp_path / "output").read_text().rstrip().endswith("KeyboardInterrupt")
@@ -208,16 +204,16 @@ def test_two_warm_ups_at_once(tmp_path, pids):
     with at_work(tmp_path, pids, count=800) as process:
         mine = rows(tmp_path / "cache", note_process, 800)
         for use in (lambda: mine.warm_up(progress=False), lambda: mine[0]):
-            with pytest.raises(CacheBusyError, match="another warm-up is at work in"):
+            with pytest.raises(CacheBusyError, match="another warm-up is running in"):
                 use()
         assert process.wait(timeout=SOON) == 0, (tmp_path / "output").read_text()
     assert_right(mine)
 
 
-def test_another_warm_up_was_faster_with_something_else(tmp_path):
+def test_a_different_warm_up_finished_first(tmp_path):
     mine = rows(tmp_path, version="mine")
     warmed(tmp_path, version="theirs")
-    with pytest.raises(CacheMismatchError, match="something else"):
+    with pytest.raises(CacheMismatchError, match="a cache of another origin"):
         rows(tmp_path, version="mine")
     mine_before = contents(tmp_path)
     (tmp_path / "shard-00000-of-00004.safetensors").unlink()
@@ -231,7 +227,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="has no locks .*make sure that no other process is at work"):
+    with pytest.warns(UserWarning, match="has no locks .*make sure that no other process is writing"):
         assert_right(warmed(tmp_path))
 
 
@@ -253,7 +249,7 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_disk_that_fills_up(tmp_path, small_disk, monkeypatch, workers):
     ballast = (small_disk or tmp_path) / "ballast"
-    if small_disk is None:  # then the file system's answer is made up
+    if small_disk is None:  # otherwise the file system's error is simulated
         workers, real = 0, safetensors.torch.save_file
 
         def save(tensors, path, metadata):
@@ -275,7 +271,7 @@ def test_a_disk_that_fills_up(tmp_path, small_disk, monkeypatch, workers):
     assert kept.items() <= finished(data.info().path).items()
 
 
-def test_no_room_from_the_beginning(tmp_path, monkeypatch):
+def test_a_full_disk_from_the_beginning(tmp_path, monkeypatch):
     data = rows(tmp_path)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9 - 1000, 1000))
@@ -292,7 +288,7 @@ def test_no_room_from_the_beginning(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [-1, 0.5, 100, 5, 0])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_file_cut_short(tmp_path, mode, size):
+def test_a_truncated_file(tmp_path, mode, size):
     warmed(tmp_path)
     before = contents(tmp_path)
     path = tmp_path / "shard-00002-of-00004.safetensors"
@@ -303,7 +299,7 @@ def test_a_file_cut_short(tmp_path, mode, size):
     data = rows(tmp_path, mode=mode)
     with pytest.raises(CacheDamagedError, match=r"shard-00002-of-00004"):
         data[0]
-    data.warm_up(progress=False)  # makes what is missing, and only that
+    data.warm_up(progress=False)  # creates only the missing file
     assert data.verify() == ["shard-00002-of-00004.safetensors"]
     data.warm_up(progress=False, repair=True)
     assert data.verify() == [] and contents(tmp_path) == before
@@ -324,7 +320,7 @@ def test_a_flipped_bit_among_the_rows(tmp_path, mode):
     for bit in random.Random(0).sample(range(8 * data_begins, 8 * path.stat().st_size), 100):
         flip(path, bit)
         data = CachedDataset.open(tmp_path, mode=mode) if mode != "ram" else rows(tmp_path, mode=mode)
-        with pytest.raises(CacheDamagedError, match=r"shard-00001.* of its rows \d+ to \d+ is not what was written"):
+        with pytest.raises(CacheDamagedError, match=r"shard-00001.* of its rows \d+ to \d+ has changed"):
             data.get_batch(range(64))
         flip(path, bit)
     assert_right(CachedDataset.open(tmp_path, mode=mode))
@@ -360,13 +356,13 @@ def test_a_flipped_bit_of_a_header(tmp_path, name):
     assert unnoticed < bits / 700
 
 
-def test_files_in_each_others_place(tmp_path):
+def test_swapped_files(tmp_path):
     warmed(tmp_path / "a"), warmed(tmp_path / "b", version="2")
     first, second = (tmp_path / "a" / f"shard-0000{i}-of-00004.safetensors" for i in (0, 1))
     for path, other in ((first, second), (second, tmp_path / "b" / second.name)):
         good = path.read_bytes()
         path.write_bytes(other.read_bytes())
-        with pytest.raises(CacheDamagedError, match="its header is not what was written under this name"):
+        with pytest.raises(CacheDamagedError, match="its header isn't the one written under this name"):
             CachedDataset.open(tmp_path / "a")
         path.write_bytes(good)
     assert_right(CachedDataset.open(tmp_path / "a"))
@@ -387,7 +383,7 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch, name):
     assert not (tmp_path / "hatched").exists()
 
 
-def test_a_format_of_the_future(tmp_path):
+def test_a_later_cache_format(tmp_path):
     warmed(tmp_path)
     path = tmp_path / "meta.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
@@ -425,11 +421,11 @@ def test_an_absurd_meta_json_is_a_damaged_cache(tmp_path, name):
         text = json.dumps({"format": 1, "fingerprint": fingerprint, **plain})
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     for use in (CachedDataset.open, rows):
-        with pytest.raises(CacheDamagedError, match=r"meta\.json .*Copy the folder again"):
+        with pytest.raises(CacheDamagedError, match=r"meta\.json .*Copy an intact folder again"):
             use(tmp_path)
 
 
-def test_the_users_own_drafts_stay(tmp_path):
+def test_the_users_files_stay(tmp_path):
     names = [".notes.tmp-7", ".meta.json.tmp-mine", ".shard-1.safetensors.tmp-7"]
     for name in names:
         (tmp_path / name).write_text("years of work")
@@ -442,12 +438,12 @@ def test_meta_json_is_missing(tmp_path):
     data = warmed(tmp_path)
     before = contents(tmp_path)
     (tmp_path / "meta.json").unlink()
-    with pytest.raises(CacheError, match="holds no cache"):
+    with pytest.raises(CacheError, match="has no cache"):
         CachedDataset.open(tmp_path)
     data.warm_up(progress=False)
     assert contents(tmp_path) == before
     (tmp_path / "meta.json").unlink()
-    with pytest.raises(CacheDamagedError, match="its header is not what was written under this name"):
+    with pytest.raises(CacheDamagedError, match="its header isn't the one written under this name"):
         rows(tmp_path, version="2")[0]
 
 
@@ -472,11 +468,11 @@ Changed.__qualname__ = "Rows"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"transform": noise}, r"transform .*: 'slow \w+' then, 'noise \w+' now; how a sample is built"),
+        ({"transform": noise}, r"transform .*: 'slow \w+' then, 'noise \w+' now; the structure of a sample"),
         ({"transform": FailAt(99)}, r"transform .* 'FailAt \w+' now"),
         ({"source": Rows(65)}, "the number of samples: 64 then, 65 now"),
         ({"source": OtherRows(64)}, r"source .*: 'Rows \w+' then, 'OtherRows \w+' now"),
-        ({"source": Changed(64)}, r"the samples themselves: the first, the middle or the last one"),
+        ({"source": Changed(64)}, r"the samples themselves: the first, the middle or the last"),
         ({"version": "2"}, "version: '1' then, '2' now"),
         ({"seed": 1}, "seed: 0 then, 1 now"),
         ({"copies": 2}, "copies: 1 then, 2 now"),
@@ -488,12 +484,12 @@ def test_a_change_is_named(tmp_path, change, message):
     before = contents(tmp_path)
     with pytest.raises(CacheMismatchError, match=message):
         CachedDataset(**arguments | change)
-    assert contents(tmp_path) == before  # neither read nor made anew
+    assert contents(tmp_path) == before  # neither read nor rebuilt
     assert_right(CachedDataset(**arguments))
     assert len(CachedDataset(**arguments | change | {"cache_dir": tmp_path / "other"}).get_batch([0])) >= 2
 
 
-def test_what_does_not_change_the_samples_may_change(tmp_path):
+def test_changes_without_effect_on_samples_are_allowed(tmp_path):
     warmed(tmp_path)
     other = CachedDataset(Rows(), tmp_path, device_transform=abs, shard_mb=1, workers="auto", mode="ram", ordered=False)
     assert_right(other)
@@ -503,12 +499,12 @@ def unrepeatable(sample):
     return sample, os.urandom(1)[0]
 
 
-def test_a_transform_with_random_numbers_of_its_own(tmp_path):
+def test_a_transform_with_its_own_random_generator(tmp_path):
     arguments = {"source": [0] * 40, "cache_dir": tmp_path, "transform": unrepeatable, "workers": 0}
-    with pytest.warns(UserWarning, match="the same sample made twice isn't the same"):
+    with pytest.warns(UserWarning, match="a sample differs when it is made twice"):
         data = CachedDataset(**arguments)
     data.warm_up(progress=False)
-    again = CachedDataset(**arguments)  # no change that could be seen, so none is claimed
+    again = CachedDataset(**arguments)  # the change can't be detected, so no change is reported
     assert torch.equal(again.get_batch(range(40))[1], data.get_batch(range(40))[1])
 
 
@@ -534,7 +530,7 @@ def test_a_read_only_folder(run_python):
                 print(type(error).__name__, str(error).replace(path, "PATH"))
     """
     with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)  # tmp_path is for this user only
+        os.chmod(folder, 0o755)  # tmp_path is only for this user
         for name in ("whole", "partial"):
             warmed(Path(folder, name))
         Path(folder, "partial", "shard-00001-of-00004.safetensors").unlink()
@@ -546,14 +542,14 @@ def test_a_read_only_folder(run_python):
     assert result.returncode == 0, result.stderr
     whole, partial = result.stdout.splitlines()
     assert whole == "33 63 []"
-    assert partial.startswith("CacheError PATH can't be written to (Permission denied). Make the cache where")
+    assert partial.startswith("CacheError PATH can't be written to (Permission denied). Make the cache elsewhere")
 
 
 # What the source, the transform and the workers can do wrong.
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_can_not_be_made(tmp_path, workers):
+def test_a_sample_that_raises(tmp_path, workers):
     data = rows(tmp_path, FailAt(40), workers=workers)
     with pytest.raises(DataError, match=r"sample 40 could not be made: KeyError: 'no such label'") as raised:
         data.warm_up(progress=False)
@@ -579,25 +575,27 @@ def test_a_source_larger_than_a_pipe(tmp_path):
     assert torch.equal(data.get_batch(range(40)), torch.stack(source))
 
 
-def test_what_a_worker_can_not_unpickle(tmp_path):
+def test_an_object_that_workers_cannot_unpickle(tmp_path):
     data = rows(tmp_path, Unreadable(), workers=1)
     with pytest.raises(CacheError, match="ImportError: this worker lacks something") as raised:
         data.warm_up(progress=False)
     assert "Traceback" in str(raised.value.__cause__)
 
 
-def test_what_can_not_be_pickled(tmp_path, monkeypatch):
+def test_an_object_that_cannot_be_pickled(tmp_path, monkeypatch):
     def local(sample):
         return sample
 
-    with pytest.raises(ArgumentError, match=r"workers=2: .* can't be pickled \(.*\)\. Define in a module .*workers=0"):
+    with pytest.raises(
+        ArgumentError, match=r"workers=2: .* can't be pickled \(.*\)\. Define their parts in a module, .*workers=0"
+    ):
         rows(tmp_path / "a", lambda sample: sample, workers=2).warm_up(progress=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    with pytest.warns(UserWarning, match="one process makes all the samples: .* can't be pickled"):
+    with pytest.warns(UserWarning, match="one process makes all samples: .* can't be pickled"):
         assert_right(warmed(tmp_path / "b", local, workers="auto"))
 
 
-def test_what_is_defined_in_a_notebook(run_python):
+def test_classes_from_a_notebook(run_python):
     code = """
         from cache_sources import *
         from tpufit.data.cache import CachedDataset
@@ -624,22 +622,22 @@ def main():
 """
 
 
-def test_a_script_without_the_usual_condition(tmp_path):
+def test_a_script_without_a_main_guard(tmp_path):
     (tmp_path / "script.py").write_text(f"{SCRIPT}main()\n")
     result = run_script(tmp_path)
     assert result.returncode == 1 and result.stdout.count("imported as") == 1
-    assert "script.py as a whole. Put all but its definitions under `if __name__ ==" in result.stderr
+    assert "script.py. Put all but its definitions under `if __name__ ==" in result.stderr
 
 
-def test_a_script_that_only_speaks_of_the_usual_condition(tmp_path):
+def test_a_script_that_only_mentions_a_main_guard(tmp_path):
     (tmp_path / "script.py").write_text(f"{SCRIPT}main()  # without __main__\n")
     result = run_script(tmp_path)
-    assert result.returncode == 1  # it doesn't hang, and starts no workers of workers
-    assert "another warm-up is at work" in result.stderr
+    assert result.returncode == 1  # it doesn't hang, and its workers start no workers
+    assert "another warm-up is running" in result.stderr
     assert "ended with exit code 1 before it made a file. Its output is above" in result.stderr
 
 
-def test_a_script_with_the_usual_condition(tmp_path):
+def test_a_script_with_a_main_guard(tmp_path):
     (tmp_path / "script.py").write_text(f'{SCRIPT}if __name__ == "__main__":\n    main()\n')
     result = run_script(tmp_path)
     assert (result.returncode, result.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""What a transform or a source is told apart by, and what doesn't count."""
+"""The fingerprint of a transform or a source: the changes that it includes, and the changes that it ignores."""
 
 import functools
 import importlib.util
@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
-from tpufit.data.cache import describe
+from tpufit.data.cache import fingerprint
 
 
 @pytest.fixture
 def pair(tmp_path, monkeypatch):
-    """Gives the descriptions of `f` in two modules of these texts."""
-    # Bytecode of one text would be taken for that of the next, which is as long and as old.
+    """Return the descriptions of `f` in two modules with these texts."""
+    # Otherwise the bytecode of one text would be used for the next, which has the same length and time.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def describe_both(*texts):
@@ -28,7 +28,7 @@ def pair(tmp_path, monkeypatch):
             module = importlib.util.module_from_spec(spec)
             monkeypatch.setitem(sys.modules, name, module)
             spec.loader.exec_module(module)
-            descriptions.append(describe(module.f))
+            descriptions.append(fingerprint(module.f))
         linecache.clearcache()  # the next texts are as long and as old as these
         return descriptions
 
@@ -50,13 +50,13 @@ def pair(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_other_code_is_another_transform(pair, first, second):
+def test_different_code_is_a_different_transform(pair, first, second):
     one, other = pair(first, second)
     assert one != other and one.split()[0] == other.split()[0]
     assert len(set(pair(first, first))) == 1
 
 
-def test_what_stands_beside_a_lambda_does_not_count(pair):
+def test_code_next_to_a_lambda_is_ignored(pair):
     one, other = pair("f = [lambda x: x + 1, 3][0]", "\n\nf = (lambda   x:  x+1)  # the same")
     assert one == other
 
@@ -104,8 +104,8 @@ class Compose:
         (Resize({"a"}), Resize({"b"})),
     ],
 )
-def test_other_settings_are_another_transform(one, other):
-    assert describe(one) != describe(other)
+def test_different_settings_are_a_different_transform(one, other):
+    assert fingerprint(one) != fingerprint(other)
 
 
 @pytest.mark.parametrize(
@@ -113,22 +113,22 @@ def test_other_settings_are_another_transform(one, other):
     [
         (Resize(96), Resize(96)),
         (Resize(96, root="/kaggle/input"), Resize(96, root="/mnt/data")),
-        (Resize(96, files=list(range(200))), Resize(96, files=list(range(1, 201)))),  # left to the samples
+        (Resize(96, files=list(range(200))), Resize(96, files=list(range(1, 201)))),  # checked by the samples instead
         (Compose(object()), Compose(object())),
         (nn.Linear(2, 2), nn.Linear(2, 2)),
     ],
 )
-def test_what_does_not_count(one, other):
-    assert describe(one) == describe(other)
+def test_ignored_differences(one, other):
+    assert fingerprint(one) == fingerprint(other)
 
 
-def test_it_is_the_same_in_another_process(run_python):
+def test_the_fingerprint_is_the_same_in_another_process(run_python):
     code = """
         import enum, functools
-        from tpufit.data.cache import describe
+        from tpufit.data.cache import fingerprint
         class Kind(enum.Enum):
             A = "a"
-        print(describe(functools.partial(sorted, key=len, kinds=[Kind.A, {"x", "y", "z"}, object(), print])))
+        print(fingerprint(functools.partial(sorted, key=len, kinds=[Kind.A, {"x", "y", "z"}, object(), print])))
     """
     first, second = (run_python(code, env={"PYTHONHASHSEED": seed}) for seed in ("1", "2"))
     assert first.stdout == second.stdout and first.returncode == 0, first.stderr
@@ -137,12 +137,12 @@ def test_it_is_the_same_in_another_process(run_python):
 def test_the_methods_of_a_class_from_a_notebook_count(run_python):
     code = """
         import linecache
-        from tpufit.data.cache import describe
+        from tpufit.data.cache import fingerprint
         def cell(number, text):
             name = f"<cell {number}>"
             linecache.cache[name] = (len(text), None, text.splitlines(True), name)
             exec(compile(text, name, "exec"), globals())
-            return describe(F())
+            return fingerprint(F())
         text = "class F:\\n    def __call__(self, x):\\n        return x"
         print(cell(1, text) == cell(2, text) != cell(3, text + "+ 1"))
     """

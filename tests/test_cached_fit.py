@@ -1,4 +1,4 @@
-"""A cached data set in `fit`: the same training as from arrays, whatever the mode."""
+"""A cached data set in `fit` gives the same training as arrays, in every mode."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def train(cores, *data):
 
 
 @pytest.mark.parametrize("mode", ["mmap", "ram"])
-def test_training_from_a_cache_is_training_from_arrays(cores, mode, tmp_path):
+def test_training_from_a_cache_equals_training_from_arrays(cores, mode, tmp_path):
     cached = CachedDataset(Images(), tmp_path / "cache", device_transform=scaled, mode=mode, shard_mb=0.001, workers=0)
     cached.warm_up(progress=False)
     history, model = train(cores, cached)

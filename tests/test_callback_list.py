@@ -1,4 +1,4 @@
-"""Who is called when, what an unused hook costs, and what happens when a callback raises."""
+"""The order of callbacks' hooks, the cost of unused hooks, and errors in callbacks."""
 
 import pytest
 from fake_model import FakeModel
@@ -17,7 +17,7 @@ def listed(*callbacks, **params):
 
 
 def recorder(name, hooks, calls):
-    """A callback whose hooks note (name, hook, arguments)."""
+    """A callback whose hooks record (name, hook, arguments)."""
 
     def note(hook):
         return lambda self, *args: calls.append((name, hook, *args))
@@ -47,7 +47,7 @@ def test_every_hook_reaches_every_callback_in_order():
     assert calls == expected
 
 
-def test_logs_that_are_left_out_are_empty():
+def test_omitted_logs_are_empty():
     calls = []
     listed(recorder("C", ["on_epoch_begin", "on_train_begin"], calls)).call("on_epoch_begin", 3)
     assert calls == [("C", "on_epoch_begin", 3, {})]
@@ -69,7 +69,7 @@ def test_the_defaults_are_never_called(monkeypatch):
         hooks.call(hook, 0)
 
 
-def test_on_batch_is_another_name_of_on_train_batch():
+def test_on_batch_is_an_alias_of_on_train_batch():
     calls = []
     hooks = listed(recorder("C", ["on_batch_begin", "on_batch_end"], calls))
     assert hooks.has("on_train_batch_begin")
@@ -93,7 +93,7 @@ def test_super_of_on_train_batch_end_calls_on_batch_end():
     assert calls == ["train", "batch"]
 
 
-def test_a_hook_may_be_an_attribute_of_the_object():
+def test_a_hook_may_be_an_instance_attribute():
     calls = []
     callback = Callback()
     callback.on_epoch_end = lambda epoch, logs: calls.append((epoch, logs))
@@ -112,7 +112,7 @@ def test_an_inherited_override_counts():
     assert listed(Child()).has("on_test_end")
 
 
-def test_an_object_of_another_class_will_do():
+def test_an_object_of_another_class_is_accepted():
     class Foreign:
         calls = []
 
@@ -137,7 +137,7 @@ def test_model_and_params_come_before_any_hook():
     assert seen == [(model, params)]
 
 
-def test_none_one_or_many():
+def test_none_one_or_several_callbacks():
     one = Callback()
     assert list(CallbackList(None, model=FakeModel())) == []
     assert list(CallbackList(one, model=FakeModel())) == [one]
@@ -146,7 +146,7 @@ def test_none_one_or_many():
     assert CallbackList([one, CallbackList([one, (one,)])]).callbacks == [one, one, one]
 
 
-def test_its_methods_are_the_hooks():
+def test_a_callback_list_has_all_hooks():
     calls = []
     hooks = listed(recorder("C", [*INDEXED, *PLAIN, "on_save", "on_exception"], calls))
     for hook in PLAIN:
@@ -160,7 +160,7 @@ def test_its_methods_are_the_hooks():
     assert all(name in vars(CallbackList) for name in dir(Callback) if name.startswith("on_"))
 
 
-def test_one_that_is_added_later_is_told_as_the_others_were():
+def test_a_callback_that_is_added_later_gets_the_same_calls():
     class Told(Callback):
         def __init__(self):
             self.told = []
@@ -179,7 +179,7 @@ def test_one_that_is_added_later_is_told_as_the_others_were():
     hooks.append(second)
     hooks.on_epoch_end(5)
     assert first.told == second.told == [{"epochs": 3}, model, 5]
-    assert CallbackList(first).model is None and first.told[3:] == []  # nothing to tell
+    assert CallbackList(first).model is None and first.told[3:] == []  # no arguments
     later = CallbackList([second])
     later.set_params({"epochs": 1})
     later.set_model(model)
@@ -188,7 +188,7 @@ def test_one_that_is_added_later_is_told_as_the_others_were():
         hooks.append(3)
 
 
-def test_history_and_progress_are_added_where_they_are_missing():
+def test_missing_history_and_progress_bar_are_added():
     kinds = [type(one) for one in CallbackList(Callback(), add_history=True, add_progbar=True)]
     assert kinds == [Callback, History, ProgbarLogger]
     own = [ProgbarLogger(), History()]
@@ -204,7 +204,7 @@ def test_history_and_progress_are_added_where_they_are_missing():
         (len, "builtin_function_or_method"),
     ],
 )
-def test_what_is_no_callback_is_refused_before_anything_runs(wrong, message):
+def test_an_object_without_hooks_is_refused_first(wrong, message):
     class Untouched(Callback):
         def set_model(self, model):
             pytest.fail("set_model ran")
@@ -226,7 +226,7 @@ def test_an_error_in_set_model_is_named_too():
 
 
 @pytest.mark.soak
-def test_a_trial_that_optuna_is_told_to_prune_is_no_error():
+def test_optunas_pruning_is_not_an_error():
     optuna = pytest.importorskip("optuna")
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -236,7 +236,7 @@ def test_a_trial_that_optuna_is_told_to_prune_is_no_error():
     assert study.trials[0].state.name == "PRUNED"
 
 
-def test_the_callbacks_after_one_that_raised_are_not_called():
+def test_callbacks_after_a_failed_callback_are_not_called():
     calls = []
     hooks = listed(Raising("on_epoch_end", ValueError()), recorder("After", ["on_epoch_end"], calls))
     with pytest.raises(CallbackError):
@@ -245,7 +245,7 @@ def test_the_callbacks_after_one_that_raised_are_not_called():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2)])
-def test_what_ends_the_program_passes_as_it_is(error):
+def test_exceptions_that_end_the_program_pass_unchanged(error):
     with pytest.raises(type(error)) as caught:
         listed(Raising("on_train_batch_end", error)).call("on_train_batch_end", 0)
     assert caught.value is error
@@ -258,7 +258,7 @@ def ends(hooks, error):
         hooks.close_after_error(caught)
 
 
-def test_after_an_error_the_others_end():
+def test_after_an_error_the_other_callbacks_end():
     calls = []
 
     class Faulty(Callback):
@@ -280,7 +280,7 @@ def test_after_an_error_the_others_end():
     assert len(calls) == 2  # once only
 
 
-def test_after_an_error_of_the_loop_all_end():
+def test_after_an_error_in_the_loop_all_callbacks_end():
     calls = []
     hooks = listed(*(recorder(name, ["on_train_end"], calls) for name in "AB"))
     hooks.call("on_train_begin")
@@ -288,7 +288,7 @@ def test_after_an_error_of_the_loop_all_end():
     assert [name for name, *_ in calls] == ["A", "B"]
 
 
-def test_an_error_that_was_got_over_counts_no_more():
+def test_a_handled_error_is_forgotten():
     calls = []
     callback = Raising("on_epoch_end", ValueError())
     callback.on_train_end = lambda logs: calls.append("ended")
@@ -300,7 +300,7 @@ def test_an_error_that_was_got_over_counts_no_more():
     assert calls == ["ended"]
 
 
-def test_an_interrupt_inside_a_callback_is_no_fault_of_its_own():
+def test_an_interrupt_in_a_callback_is_not_its_error():
     calls = []
     callback = Raising("on_train_batch_end", KeyboardInterrupt())
     callback.on_train_end = lambda logs: calls.append("ended")
@@ -312,7 +312,7 @@ def test_an_interrupt_inside_a_callback_is_no_fault_of_its_own():
     assert calls == ["ended"]
 
 
-def test_nothing_ends_that_had_not_begun():
+def test_end_hooks_only_follow_begin_hooks():
     calls = []
     hooks = listed(recorder("C", ["on_train_end", "on_test_end", "on_predict_end"], calls))
     ends(hooks, ValueError())
@@ -325,7 +325,7 @@ def test_nothing_ends_that_had_not_begun():
 
 
 @pytest.mark.parametrize("what", ["test", "predict"])
-def test_outside_of_fit_the_evaluation_or_prediction_ends(what):
+def test_outside_of_fit_test_end_or_predict_end_is_called(what):
     calls = []
     hooks = listed(recorder("C", ["on_train_end", "on_test_end", "on_predict_end"], calls))
     hooks.call(f"on_{what}_begin")
@@ -346,7 +346,7 @@ def test_an_error_in_or_after_validation_ends_training(validated):
     assert calls == [("C", "on_train_end", {})]
 
 
-def test_an_error_while_ending_is_a_warning_and_the_rest_end():
+def test_an_error_while_ending_is_a_warning():
     calls = []
     hooks = listed(Raising("on_train_end", OSError("disk full")), recorder("After", ["on_train_end"], calls))
     hooks.call("on_train_begin")
@@ -355,13 +355,13 @@ def test_an_error_while_ending_is_a_warning_and_the_rest_end():
     assert len(calls) == 1
 
 
-def test_where_warnings_are_errors_the_first_error_still_comes_first():
+def test_the_first_error_comes_first_if_warnings_are_errors():
     hooks = listed(Raising("on_train_end", OSError()))
     hooks.call("on_train_begin")
-    ends(hooks, ValueError())  # pytest's settings make a warning an error: it would come out here
+    ends(hooks, ValueError())  # pytest turns warnings into errors, so it would be raised here
 
 
-def test_when_the_end_itself_raises_the_rest_end_once():
+def test_if_an_end_hook_raises_the_others_end_once():
     calls = []
     first = recorder("Before", ["on_train_end"], calls)
     hooks = listed(first, Raising("on_train_end", ValueError("no")), recorder("After", ["on_train_end"], calls))

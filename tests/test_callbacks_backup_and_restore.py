@@ -1,4 +1,4 @@
-"""BackupAndRestore: when it backs up, how many it keeps, and what is left when training ends."""
+"""BackupAndRestore: when it backs up, how many backups it keeps, and which files remain after training."""
 
 import itertools
 from datetime import timedelta
@@ -12,7 +12,7 @@ from tpufit.errors import ArgumentError
 
 
 class Saving(FakeModel):
-    """Writes at once, and notes the steps of the backups that there are then."""
+    """Writes at once, and records the steps of the existing backups."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Saving(FakeModel):
 
 
 def train(backup, epochs=3, error=None, out_of_time=False, before=0):
-    """Epochs of three steps. Returns what was kept after each backup, and what is left in the end."""
+    """Train epochs of three steps. Return the backups after each save, and at the end."""
     model = Saving()
     model.steps_taken = before
     backup.set_model(model)
@@ -49,7 +49,7 @@ def test_after_each_epoch_or_every_few_batches_across_epochs(tmp_path, save_freq
     assert train(BackupAndRestore(tmp_path / "new" / "backup", save_freq))[0] == kept
 
 
-def test_the_one_before_may_be_kept_too(tmp_path):
+def test_the_previous_backup_may_be_kept_too(tmp_path):
     assert train(BackupAndRestore(tmp_path, double_checkpoint=True))[0] == [[3], [3, 6], [6, 9]]
 
 
@@ -63,17 +63,17 @@ def test_the_one_before_may_be_kept_too(tmp_path):
         ({}, {"out_of_time": True}, [9]),
     ],
 )
-def test_it_is_deleted_once_training_has_come_to_its_end(tmp_path, options, end, left):
+def test_it_is_deleted_after_a_complete_training(tmp_path, options, end, left):
     assert train(BackupAndRestore(tmp_path, **options), **end)[1] == left
 
 
 def test_steps_are_its_own_and_counted_across_fits(tmp_path):
     backup = BackupAndRestore(tmp_path, save_freq=4)
-    assert train(backup, epochs=2, before=5)[0] == [[9]]  # trained for five steps without it
-    assert train(backup, before=20)[0] == [[22], [26]]  # two were left over
+    assert train(backup, epochs=2, before=5)[0] == [[9]]  # trained for five steps without the callback
+    assert train(backup, before=20)[0] == [[22], [26]]  # two steps were left over
 
 
-def test_the_folder_goes_too_unless_something_else_is_in_it(tmp_path):
+def test_the_folder_is_deleted_unless_it_has_other_files(tmp_path):
     folder = tmp_path / "backup"
     backup = BackupAndRestore(folder)
     train(backup)
@@ -89,13 +89,13 @@ def test_the_folder_goes_too_unless_something_else_is_in_it(tmp_path):
     assert train(BackupAndRestore(link))[1] == [] and link.exists()
 
 
-def test_every_so_many_seconds(tmp_path, monkeypatch):
-    clock = itertools.count(step=50)  # each look at it comes 50 s later
+def test_save_freq_in_seconds(tmp_path, monkeypatch):
+    clock = itertools.count(step=50)  # each check comes 50 s later
     monkeypatch.setattr("tpufit.callbacks.backup_and_restore.monotonic", lambda: next(clock))
     assert train(BackupAndRestore(tmp_path, timedelta(seconds=100)), epochs=2)[0] == [[2], [4], [6]]
 
 
-def test_an_error_counts_for_its_own_fit_only(tmp_path):
+def test_an_error_affects_only_its_own_fit(tmp_path):
     backup = BackupAndRestore(tmp_path)
     assert train(backup, error=ValueError())[1] == [9]
     assert train(backup)[1] == []

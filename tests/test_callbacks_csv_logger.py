@@ -1,9 +1,10 @@
-"""CSVLogger: rows that Keras's users know, columns that may come late, epochs that come once."""
+"""CSVLogger: Keras's rows, columns that appear late, each epoch once."""
 
 import csv
 import json
 import math
 import os
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ import torch
 from fake_model import FakeModel
 
 from tpufit.callbacks import CallbackList, CSVLogger, LearningRateScheduler
+from tpufit.callbacks.base import RateCallback
 from tpufit.errors import ArgumentError
 
 
 def train(logger, *logs, first=0, state=None):
-    """Feed the logs of one epoch after the other, as `fit` does; with a state, as a `fit` that is resumed."""
+    """Pass the logs of each epoch to the callback, as `fit` does; with a state, as in a resumed `fit`."""
     if state is not None:
         logger.load_state_dict(json.loads(json.dumps(state)))
     logger.on_train_begin({})
@@ -77,7 +79,7 @@ def test_appending_keeps_the_columns_of_the_file(tmp_path):
     assert rows(path)[1] == {"epoch": "1", "loss": "0.25", "accuracy": "1.0"}
 
 
-def test_validation_every_few_epochs_is_na_between(tmp_path):
+def test_epochs_without_validation_are_na(tmp_path):
     path = tmp_path / "log.csv"
     train(CSVLogger(path), *losses(0.5, 0.4), {"loss": 0.3, "val_loss": 0.6}, *losses(0.2))
     assert [row["val_loss"] for row in rows(path)] == ["NA", "NA", "0.6", "NA"]
@@ -94,12 +96,12 @@ def test_nan_arrays_and_texts(tmp_path):
 @pytest.mark.parametrize("killed_while_writing", [False, True])
 def test_a_resumed_training_has_each_epoch_once(tmp_path, append, killed_while_writing):
     path = tmp_path / "log.csv"
-    train(CSVLogger(path), *losses(0.9, 0.8, 0.7))  # an earlier training, whose rows stay if they are appended to
+    train(CSVLogger(path), *losses(0.9, 0.8, 0.7))  # an earlier training, whose rows stay when appending
     logger = CSVLogger(path, append=append)
     train(logger, *losses(0.5, 0.4))
     state = logger.state_dict()
     train_on = [0.3, 0.2]
-    for epoch, loss in enumerate(train_on, 2):  # and is killed, after epochs that no checkpoint knows of
+    for epoch, loss in enumerate(train_on, 2):  # and is killed, after epochs without a checkpoint
         logger.on_epoch_end(epoch, {"loss": loss})
     if killed_while_writing:
         with open(path, "a") as file:
@@ -123,6 +125,24 @@ def test_the_rate_is_logged_in_any_order_of_callbacks(tmp_path, first):
     assert (tmp_path / "log.csv").read_text() == "epoch,learning_rate,loss\n0,0.25,1.0\n1,0.125,1.0\n"
 
 
+@pytest.mark.parametrize("order", [*permutations(range(3))])
+def test_a_row_has_its_epochs_rate_in_any_order(tmp_path, order):
+    """Two callbacks set the next epoch's rate when an epoch ends; neither may change the rate in this row."""
+
+    class Halving(RateCallback):
+        def on_epoch_end(self, epoch, logs=None):
+            super().on_epoch_end(epoch, logs)
+            self.model.learning_rate /= 2
+
+    model, given = FakeModel(lr=1.0), [CSVLogger(tmp_path / "log.csv"), Halving(), Halving()]
+    hooks = CallbackList([given[i] for i in order], model=model)
+    hooks.on_train_begin()
+    for epoch in range(2):
+        hooks.on_epoch_begin(epoch)
+        hooks.on_epoch_end(epoch, {"loss": 1.0})
+    assert (tmp_path / "log.csv").read_text() == "epoch,learning_rate,loss\n0,1.0,1.0\n1,0.25,1.0\n"
+
+
 @pytest.mark.parametrize("text", ["epoch,loss\n0,0.5", "epoch,loss\r\n0,0.5"])
 def test_a_last_line_without_newline_is_completed(tmp_path, text):
     path = tmp_path / "log.csv"
@@ -131,7 +151,7 @@ def test_a_last_line_without_newline_is_completed(tmp_path, text):
     assert path.read_bytes() == f"{text}\n1,0.4\n".encode()
 
 
-def test_bytes_that_are_no_utf8_stay(tmp_path):
+def test_bytes_that_arent_utf8_stay(tmp_path):
     path = tmp_path / "log.csv"
     path.write_bytes(b"epoch,loss,note\n0,0.5,caf\xe9\n")
     train(CSVLogger(path, append=True), {"loss": 0.4, "more": 1}, first=1)
@@ -139,7 +159,7 @@ def test_bytes_that_are_no_utf8_stay(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe", "folder", "link to a device"])
-def test_what_is_no_file_is_refused_and_never_replaced(tmp_path, kind):
+def test_a_path_that_isnt_a_file_is_refused(tmp_path, kind):
     path = tmp_path / "log.csv"
     if kind == "pipe":
         os.mkfifo(path)
@@ -155,7 +175,7 @@ def test_what_is_no_file_is_refused_and_never_replaced(tmp_path, kind):
     assert os.lstat(path).st_ino == before.st_ino
 
 
-def test_a_file_that_becomes_a_pipe_is_an_error_and_stays_one(tmp_path):
+def test_a_file_that_becomes_a_pipe_is_an_error(tmp_path):
     path = tmp_path / "log.csv"
     logger = CSVLogger(path)
     os.mkfifo(path)
@@ -164,7 +184,7 @@ def test_a_file_that_becomes_a_pipe_is_an_error_and_stays_one(tmp_path):
     assert path.is_fifo()
 
 
-def test_a_file_that_is_removed_meanwhile_is_made_again(tmp_path):
+def test_a_removed_file_is_created_again(tmp_path):
     path = tmp_path / "log.csv"
     logger = CSVLogger(path)
     logger.on_train_begin({})
@@ -175,13 +195,13 @@ def test_a_file_that_is_removed_meanwhile_is_made_again(tmp_path):
     assert epochs(path) == [1]
 
 
-def test_a_resumed_training_whose_file_is_gone_writes_a_new_one(tmp_path):
+def test_a_resumed_training_creates_a_missing_file(tmp_path):
     path = tmp_path / "log.csv"
     train(CSVLogger(path), *losses(0.4), first=5, state={"first_row": 3})
     assert epochs(path) == [5]
 
 
-def test_the_fit_after_a_resumed_one_begins_anew(tmp_path):
+def test_the_fit_after_a_resumed_fit_starts_a_new_file(tmp_path):
     logger = CSVLogger(tmp_path / "log.csv")
     train(logger, *losses(0.5), first=3, state={"first_row": 0})
     train(logger, *losses(0.4))

@@ -1,4 +1,4 @@
-"""EarlyStopping, from lists of losses and no training."""
+"""EarlyStopping, with lists of losses and no training."""
 
 import math
 
@@ -10,7 +10,7 @@ from tpufit.errors import ArgumentError
 
 
 def train(stopping, values, name="val_loss", model=None, stop_at=None):
-    """Feed one value an epoch; the weight is the epoch's number. Returns the epochs trained."""
+    """Pass one value for each epoch; the weight is the epoch's number. Return the number of trained epochs."""
     stopping.set_model(model or FakeModel())
     stopping.model.stop_training = False
     stopping.on_train_begin({})
@@ -32,7 +32,7 @@ def test_patience(patience, epochs):
     assert (stopping.best, stopping.best_epoch) == (8.0, 2)
 
 
-def test_a_better_value_renews_patience():
+def test_a_better_value_resets_patience():
     assert train(EarlyStopping(patience=2), [5, 6, 4, 5, 3, 4, 5, 1]) == 7
 
 
@@ -42,7 +42,7 @@ def test_min_delta():
     assert train(EarlyStopping(patience=2, min_delta=0.1), values) == 3
 
 
-def test_a_value_equal_to_the_best_is_no_better():
+def test_a_value_equal_to_the_best_is_not_better():
     stopping = EarlyStopping(patience=2, restore_best_weights=True)
     assert train(stopping, [0.5, 0.5, 0.5, 0.4]) == 3
     assert (stopping.best_epoch, stopping.model.weight) == (0, 0)
@@ -67,37 +67,37 @@ def test_min_delta_and_baseline_where_higher_is_better():
     ],
 )
 def test_mode(monitor, mode, directions, epochs):
-    """Rising values: stopped at the second if lower is better, else trained to the end."""
+    """Rising values: training stops at the second if lower is better, else it runs to the end."""
     stopping = EarlyStopping(monitor, mode=mode)
     assert train(stopping, [1, 2, 3], monitor, FakeModel(directions)) == epochs
 
 
 def test_baseline_must_be_beaten_within_patience():
     assert train(EarlyStopping(patience=5, baseline=0.5), [0.9, 0.8, 0.7, 0.71, 0.72, 0.73]) == 5
-    assert train(EarlyStopping(patience=3, baseline=0.5), [0.9, 0.8, 0.7, 0.6, 0.55]) == 3  # better, and not enough
+    assert train(EarlyStopping(patience=3, baseline=0.5), [0.9, 0.8, 0.7, 0.6, 0.55]) == 3  # better, but not enough
     assert train(EarlyStopping(patience=3, baseline=0.5), [0.9, 0.8, 0.4, 0.6, 0.55, 0.5, 0.1]) == 6
 
 
 @pytest.mark.parametrize(("baseline", "stop_at", "epochs"), [(None, None, 5), (None, 3, 4), (0.05, None, 3)])
-def test_the_best_weights_come_back_however_training_ends(baseline, stop_at, epochs):
+def test_the_best_weights_are_restored_after_any_end(baseline, stop_at, epochs):
     stopping = EarlyStopping(patience=3 if baseline else 2, baseline=baseline, restore_best_weights=True)
     assert train(stopping, [0.2, 0.15, 0.1, 0.11, 0.12, 0.13], stop_at=stop_at) == epochs
     assert stopping.model.weight == stopping.best_epoch == 2
 
 
-def test_the_best_weights_come_back_when_training_ran_to_its_end():
+def test_the_best_weights_are_restored_after_a_full_training():
     stopping = EarlyStopping(patience=10, restore_best_weights=True)
     assert train(stopping, [0.2, 0.1, 0.3]) == 3
     assert (stopping.stopped_epoch, stopping.model.weight) == (0, 1)
 
 
-def test_weights_stay_if_no_epoch_was_looked_at():
+def test_weights_stay_if_no_epoch_was_compared():
     stopping = EarlyStopping(start_from_epoch=5, restore_best_weights=True)
     assert train(stopping, [0.1, 0.2, 0.3]) == 3
     assert (stopping.best, stopping.model.weight) == (None, 2)
 
 
-def test_weights_stay_unless_asked_for():
+def test_weights_stay_without_restore_best_weights():
     stopping = EarlyStopping(patience=1)
     train(stopping, [0.1, 0.2])
     assert stopping.model.weight == 1
@@ -110,11 +110,11 @@ def test_start_from_epoch():
     stopping = EarlyStopping(start_from_epoch=2, restore_best_weights=True)
     assert train(stopping, values) == 4
     assert (stopping.best, stopping.best_epoch, stopping.model.weight) == (0.8, 2, 2)
-    assert train(EarlyStopping(start_from_epoch=2, patience=2), values) == 5  # patience begins to run there
+    assert train(EarlyStopping(start_from_epoch=2, patience=2), values) == 5  # patience starts there
     assert train(EarlyStopping(start_from_epoch=9), values) == 5
 
 
-def test_nan_is_no_better_and_runs_patience_out():
+def test_nan_is_not_better_and_exhausts_patience():
     stopping = EarlyStopping(patience=2, restore_best_weights=True)
     assert train(stopping, [math.nan, 0.5, math.nan, math.nan, 0.1]) == 4
     assert (stopping.best, stopping.model.weight) == (0.5, 1)
@@ -131,31 +131,31 @@ def test_a_missing_log_warns_once_and_never_stops():
     assert len(warned) == 1
 
 
-def test_each_fit_begins_anew():
+def test_each_fit_starts_fresh():
     stopping = EarlyStopping(patience=2, restore_best_weights=True)
     assert train(stopping, [0.1, 0.2, 0.3]) == 3
     assert train(stopping, [0.9, 0.8, 0.7, 0.6]) == 4
     assert (stopping.stopped_epoch, stopping.best, stopping.model.weight) == (0, 0.6, 3)
     model = FakeModel()
     assert train(stopping, [math.nan, math.nan], model=model) == 2
-    assert model.weight == 0  # the first epoch's, and not those of the fit before
+    assert model.weight == 0  # the weights of this fit's first epoch, not of the previous fit
 
 
-def test_another_model_is_not_held_against_the_one_before():
+def test_another_model_starts_fresh():
     stopping = EarlyStopping("val_score", patience=1)
     assert train(stopping, [0.9, 0.8, 0.85], "val_score", FakeModel({"score": False})) == 3
     assert train(stopping, [0.1, 0.2, 0.15], "val_score", FakeModel({"score": True})) == 3
     assert stopping.best == 0.2
 
 
-def test_verbose_says_what_it_does(capsys):
+def test_verbose_prints_each_action(capsys):
     train(EarlyStopping(verbose=0, restore_best_weights=True), [1, 2])
     assert capsys.readouterr().out == ""
     train(EarlyStopping(verbose=1, restore_best_weights=True), [1, 2])
     assert capsys.readouterr().out == "Epoch 2: early stopping\nRestoring the weights of the best epoch: 1\n"
 
 
-def test_its_attributes_are_keras_and_may_be_set():
+def test_its_attributes_are_keras_and_can_be_set():
     stopping = EarlyStopping("loss", -0.5, 3, baseline=0.8)
     assert (stopping.monitor, stopping.mode, stopping.min_delta, stopping.baseline) == ("loss", "auto", 0.5, 0.8)
     stopping.best, stopping.wait, stopping.stopped_epoch, stopping.best_epoch = 0.1, 3, 5, 5

@@ -1,6 +1,8 @@
-"""History keeps what every epoch logged."""
+"""History keeps the logs of every epoch."""
 
 import re
+
+import numpy as np
 
 from tpufit.callbacks import History
 
@@ -19,8 +21,8 @@ def test_an_epoch_without_logs_counts():
     assert (history.epoch, history.history) == ([0], {})
 
 
-def test_one_object_keeps_all_the_fits_it_saw():
-    """Keras's own begins its epochs anew and keeps their values, which then have no epochs."""
+def test_one_object_keeps_all_fits():
+    """Keras's History resets its epochs and keeps their values, which then have no epochs."""
     history = History()
     for loss in (0.5, 0.25):
         history.on_train_begin({})
@@ -34,12 +36,12 @@ def test_two_histories_share_nothing():
     assert (second.history, second.epoch) == ({}, [])
 
 
-def test_it_shows_itself():
+def test_its_notebook_output():
     history = History()
     assert repr(history) == "History(0 epochs)"
     history.on_epoch_end(0, {"loss": 0.123456})
     assert repr(history) == "History(1 epoch: loss 0.1235)"
-    history.on_epoch_end(1, {"loss": 0.0625, "val_<loss>": 2.0})
+    history.on_epoch_end(1, {"loss": 0.0625, "val_<loss>": 2.0, "confusion_matrix": np.eye(3)})
     assert repr(history) == "History(2 epochs: loss 0.0625, val_<loss> 2)"
     shown = history._repr_html_()
     rows = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(.*?)</tr>", shown)]

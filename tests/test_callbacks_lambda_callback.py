@@ -1,4 +1,4 @@
-"""LambdaCallback: hooks that are given are called with their arguments; those that aren't cost nothing."""
+"""LambdaCallback calls given hooks with their arguments; other hooks cost nothing."""
 
 import pytest
 from fake_model import FakeModel
@@ -21,7 +21,7 @@ def test_every_hook_may_be_a_function(hook):
     assert calls == [arguments]
 
 
-def test_hooks_that_are_not_given_cost_nothing():
+def test_omitted_hooks_cost_nothing():
     hooks = CallbackList([LambdaCallback(), LambdaCallback(on_epoch_end=None, on_test_end=None)], model=FakeModel())
     assert not any(hooks.has(hook) for hook in HOOKS if not hook.startswith("on_batch"))
 
@@ -35,7 +35,7 @@ def test_the_order_of_keras_arguments():
     assert calls == names
 
 
-def test_functions_may_reach_the_model_through_the_object_and_other_attributes_are_kept():
+def test_functions_reach_the_model_and_attributes_are_kept():
     callback = LambdaCallback(on_epoch_end=lambda epoch, logs: setattr(callback.model, "stop_training", True), note=7)
     model = FakeModel()
     CallbackList(callback, model=model).call("on_epoch_end", 0)

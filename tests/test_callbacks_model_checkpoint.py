@@ -1,4 +1,4 @@
-"""ModelCheckpoint: when it saves, and where to."""
+"""ModelCheckpoint: when and where it saves."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from tpufit.errors import ArgumentError
 
 
 def epochs(checkpoint, logs, steps=0, model=None):
-    """Feed each epoch's logs; the weight is the epoch's number. Returns what was saved, relative to the folder."""
+    """Pass each epoch's logs; the weight is the epoch's number. Return the saved files, relative to the folder."""
     checkpoint.set_model(model or FakeModel())
     checkpoint.on_train_begin({})
     for epoch, values in enumerate(logs):
@@ -84,7 +84,7 @@ def test_a_threshold_is_for_the_best_only(tmp_path):
     assert [Path(path).stem for path in epochs(checkpoint, losses(0.7, 0.5))] == ["1", "2"]
 
 
-def test_best_goes_on_in_the_next_fit(tmp_path):
+def test_the_best_value_carries_over_to_the_next_fit(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "best.safetensors", save_best_only=True)
     assert len(epochs(checkpoint, losses(0.5))) == 1
     assert len(epochs(checkpoint, losses(0.6, 0.4))) == 1
@@ -97,14 +97,14 @@ def test_a_missing_log_saves_nothing_and_warns_once(tmp_path):
     assert len(warned) == 1
 
 
-def test_epochs_that_do_not_validate_are_passed_over(tmp_path):
+def test_epochs_without_validation_are_skipped(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "{epoch}-{val_loss:.1f}.safetensors", save_best_only=True)
     with pytest.warns(UserWarning):
         saved = epochs(checkpoint, [{"loss": 1.0}, {"loss": 1.0, "val_loss": 0.5}, {"loss": 1.0}])
     assert [Path(path).name for path in saved] == ["2-0.5.safetensors"]
 
 
-@pytest.mark.parametrize("save_weights_only", [False, True])  # a file has nothing else in any case
+@pytest.mark.parametrize("save_weights_only", [False, True])  # a file contains nothing else anyway
 @pytest.mark.parametrize(("save_freq", "expected"), [(4, ["2-1-0.5", "3-2-0.5"]), (6, ["2-3-0.5"])])
 def test_every_few_batches_across_epochs(tmp_path, save_freq, expected, save_weights_only):
     path = tmp_path / "{epoch}-{batch}-{loss:.1f}.safetensors"
@@ -115,7 +115,7 @@ def test_every_few_batches_across_epochs(tmp_path, save_freq, expected, save_wei
 
 def test_batches_are_its_own_and_counted_across_fits(tmp_path):
     checkpoint, model = ModelCheckpoint(tmp_path / "{epoch}-{batch}.safetensors", save_freq=4), FakeModel()
-    model.steps_taken = 5  # trained without it
+    model.steps_taken = 5  # trained without the callback
     for expected in (["2-1"], ["2-1", "1-2", "2-3"]):
         saved = epochs(checkpoint, [{"loss": 0.5}] * 2, steps=3, model=model)
         assert [Path(path).stem for path in saved] == expected
@@ -142,7 +142,7 @@ class Unreadable(dict):
 
 
 @pytest.mark.parametrize("arguments", [{"save_freq": 2}, {"save_best_only": True, "save_freq": 5, "monitor": "loss"}])
-def test_logs_are_not_read_unless_they_decide(tmp_path, arguments):
+def test_logs_are_read_only_if_needed(tmp_path, arguments):
     checkpoint = ModelCheckpoint(tmp_path / "last.safetensors", **arguments)
     checkpoint.set_model(FakeModel())
     checkpoint.on_train_begin({})
@@ -153,7 +153,7 @@ def test_logs_are_not_read_unless_they_decide(tmp_path, arguments):
 
 
 def run_of(checkpoint):
-    """The run directory that the checkpoint asked the model to write into, each time."""
+    """Return the run directory of each save that the callback has requested."""
     epochs(checkpoint, losses(2, 1, 3), steps=2)
     return [writer.run.path for writer, _ in checkpoint.model.wanted]
 
@@ -176,8 +176,8 @@ def test_a_run_directory_between_batches(tmp_path):
     assert checkpoint.model.wanted[0][1] is None  # no log was read for it
 
 
-def test_every_so_many_minutes(tmp_path, monkeypatch):
-    clock = itertools.count(step=100)  # each look at it comes 100 s later
+def test_save_freq_in_minutes(tmp_path, monkeypatch):
+    clock = itertools.count(step=100)  # each check comes 100 s later
     monkeypatch.setattr("tpufit.callbacks.model_checkpoint.monotonic", lambda: next(clock))
     assert len(run_of(ModelCheckpoint(tmp_path / "run", save_freq=timedelta(minutes=10)))) == 1
     assert len(run_of(ModelCheckpoint(tmp_path / "run", save_freq=timedelta(seconds=100)))) == 6
@@ -188,19 +188,19 @@ def test_weights_only_go_into_a_file(tmp_path):
         ModelCheckpoint(tmp_path / "run", save_weights_only=True)
 
 
-def test_the_best_are_kept_by_a_log_that_is_there(tmp_path):
+def test_the_best_checkpoints_are_kept_by_an_existing_log(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "run", "val_f1", keep_best=2)
     with pytest.raises(ArgumentError, match=r"keep_best=2 needs the log 'val_f1'.*Available: val_loss"):
         run_of(checkpoint)
 
 
-def test_what_is_left_of_steps_joined_to_one_graph_is_not_carried_over_as_in_keras(tmp_path):
+def test_a_remainder_of_joined_steps_is_not_carried_over(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "run", save_freq=4)
     checkpoint.set_model(FakeModel())
     checkpoint.on_train_begin({})
     checkpoint.on_epoch_begin(0, {})
     saved = []
-    for last in (2, 5, 8, 11):  # steps_per_execution=3: the hook comes once for three
+    for last in (2, 5, 8, 11):  # steps_per_execution=3: the hook is called once for three steps
         checkpoint.model.steps_taken += 3
         checkpoint.on_train_batch_end(last, {})
         saved.append(len(checkpoint.model.wanted))
@@ -209,11 +209,11 @@ def test_what_is_left_of_steps_joined_to_one_graph_is_not_carried_over_as_in_ker
 
 
 @pytest.mark.parametrize("name", ["run-0.1", ".hidden", "2024.11.21"])
-def test_what_only_looks_like_a_suffix_is_none(tmp_path, name):
+def test_a_dot_in_a_name_is_not_always_a_suffix(tmp_path, name):
     assert run_of(ModelCheckpoint(tmp_path / name))[0] == tmp_path / name
 
 
-def test_a_directory_may_have_a_suffix_if_it_is_there_or_ends_with_a_slash(tmp_path):
+def test_an_existing_directory_may_have_a_suffix(tmp_path):
     (tmp_path / "run.old").mkdir()
     for path in (f"{tmp_path}/run.old", f"{tmp_path}/run.new/"):
         assert run_of(ModelCheckpoint(path))[0] == Path(path)
@@ -269,8 +269,8 @@ def test_other_formats_are_refused_by_name(name, replacement):
         ("{}.safetensors", "plain name"),
         ("{0}.safetensors", "plain name"),
         ("{loss:{epoch}}.safetensors", "plain name"),
-        ("{epoch.safetensors", "is no template"),
-        ("epoch}.safetensors", "is no template"),
+        ("{epoch.safetensors", "is not a valid template"),
+        ("epoch}.safetensors", "is not a valid template"),
         ("{loss:02d}.safetensors", "can't be filled"),
         ("{epoch:,}.safetensors", "letters, digits"),
         ("{epoch:>9}.safetensors", "letters, digits"),
@@ -279,7 +279,7 @@ def test_other_formats_are_refused_by_name(name, replacement):
         ("{batch}.safetensors", "needs save_freq"),
     ],
 )
-def test_templates_that_cant_hold_are_refused_at_once(name, message):
+def test_invalid_templates_are_refused_immediately(name, message):
     with pytest.raises(ArgumentError, match=message):
         ModelCheckpoint(f"ckpt/{name}")
 
@@ -301,7 +301,7 @@ def test_wrong_arguments(arguments, message):
         ModelCheckpoint(**arguments)
 
 
-def test_a_file_where_a_directory_is_meant_and_the_reverse(tmp_path):
+def test_a_file_instead_of_a_directory_and_vice_versa(tmp_path):
     (tmp_path / "run").touch()
     (tmp_path / "best.safetensors").mkdir()
     with pytest.raises(ArgumentError, match="is a file"):
@@ -310,7 +310,7 @@ def test_a_file_where_a_directory_is_meant_and_the_reverse(tmp_path):
         ModelCheckpoint(tmp_path / "best.safetensors")
 
 
-def test_verbose_says_what_it_does(tmp_path, capsys):
+def test_verbose_prints_each_action(tmp_path, capsys):
     path = tmp_path / "best.safetensors"
     epochs(ModelCheckpoint(path, save_best_only=True), losses(0.5))
     assert capsys.readouterr().out == ""
@@ -323,7 +323,7 @@ def test_verbose_says_what_it_does(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argument", "says"), [({"dirpath": "a"}, "filepath is the place"), ({"save_top_k": 3}, "keep_best=3 keeps")]
+    ("argument", "says"), [({"dirpath": "a"}, "filepath is the path"), ({"save_top_k": 3}, "keep_best=3 keeps")]
 )
 def test_arguments_of_lightning(argument, says):
     with pytest.raises(TypeError, match=rf"ModelCheckpoint\(\) has no argument '{next(iter(argument))}': {says}"):

@@ -1,4 +1,4 @@
-"""Which of two values is better, decided from lists of numbers."""
+"""Comparison of monitored values, from lists of numbers."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def test_direction_by_name(name, rising):
     assert observed(Monitor(name), 0.5, 0.6, 0.4) == [True, rising, not rising]
 
 
-def test_the_metric_knows_better_than_the_name():
+def test_the_metrics_direction_overrides_the_names():
     monitor = Monitor("accuracy")
     monitor.settle(False)
     assert observed(monitor, 0.5, 0.6, 0.4) == [True, False, True]
@@ -54,7 +54,7 @@ def test_the_metric_knows_better_than_the_name():
 
 
 @pytest.mark.parametrize("name", ["score", "val_score", "accelerations", "miss"])
-def test_where_nothing_says_what_is_better_it_is_asked_for(name):
+def test_an_unknown_direction_requires_a_mode(name):
     with pytest.raises(ArgumentError, match=f"neither a metric nor the name of '{name}' says.*mode='max' or"):
         Monitor(name).settle(None)
     Monitor(name).settle(True)
@@ -62,7 +62,7 @@ def test_where_nothing_says_what_is_better_it_is_asked_for(name):
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", [True, False, True]), ("max", [True, True, False])])
-def test_a_mode_that_was_asked_for_outranks_the_metric(mode, expected):
+def test_an_explicit_mode_overrides_the_metric(mode, expected):
     monitor = Monitor("accuracy" if mode == "min" else "loss", mode)
     monitor.settle(mode == "min")
     assert observed(monitor, 0.5, 0.6, 0.4) == expected
@@ -75,7 +75,7 @@ def test_an_unknown_mode_is_an_error():
 
 @pytest.mark.parametrize("min_delta", [0.1, -0.1])
 @pytest.mark.parametrize(("mode", "values"), [("min", (1.0, 0.95, 0.85)), ("max", (1.0, 1.05, 1.15))])
-def test_a_change_below_min_delta_is_none(mode, values, min_delta):
+def test_a_change_below_min_delta_is_ignored(mode, values, min_delta):
     assert observed(Monitor("x", mode, min_delta), *values) == [True, False, True]
 
 
@@ -86,13 +86,13 @@ def test_a_change_of_just_min_delta_is_none_and_small_ones_add_up(mode, values):
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_never_better(mode, odd):
+def test_a_value_that_isnt_finite_is_never_better(mode, odd):
     monitor = Monitor("loss", mode)
     assert observed(monitor, odd, 0.5, odd) == [False, True, False]
     assert monitor.best == 0.5
 
 
-def test_wait_begins_anew_only_above_best_and_baseline():
+def test_wait_resets_only_above_best_and_baseline():
     monitor = Monitor("accuracy", baseline=0.8)
     waits = []
     for value in (0.6, 0.7, 0.85, 0.82, 0.9):
@@ -118,27 +118,27 @@ def test_a_missing_log_is_one_warning_that_lists_the_others():
     monitor = Monitor("val_loss")
     with pytest.warns(UserWarning, match=r"EarlyStopping can't find 'val_loss'.*Available: accuracy, loss\."):
         assert monitor.read({"loss": 1.0, "accuracy": 0.5}, "EarlyStopping") is None
-    assert monitor.read({"loss": 1.0}, "EarlyStopping") is None  # no second warning: it would be an error here
+    assert monitor.read({"loss": 1.0}, "EarlyStopping") is None  # a second warning would raise an error here
     assert monitor.read({"val_loss": np.float32(0.5)}, "EarlyStopping") == 0.5
 
 
-def test_an_array_cant_be_followed():
+def test_an_array_cannot_be_monitored():
     with pytest.raises(ArgumentError, match="single number only, and 'recall'"):
         Monitor("recall").read({"recall": np.zeros(3)}, "EarlyStopping")
 
 
-def test_a_typing_error_is_answered_with_the_nearest_log():
+def test_a_typo_is_answered_with_the_nearest_log():
     logs = {"loss": 1.0, "accuracy": 0.5, "val_accuracy": 0.5}
     with pytest.warns(UserWarning, match=r"Did you mean 'val_accuracy'\? Available: accuracy, loss, val_accuracy\."):
         Monitor("val_acuracy", "max").read(logs, "EarlyStopping")
     with pytest.raises(ArgumentError, match=r"'val_accurcy' says.* Did you mean 'val_accuracy'\? The logs are"):
         Monitor("val_accurcy").settle(None, ["loss", "accuracy"])
-    with pytest.warns(UserWarning, match=r"without it\. Available: loss\."):  # what is missing is the validation
+    with pytest.warns(UserWarning, match=r"without it\. Available: loss\."):  # the validation is missing
         Monitor("val_loss").read({"loss": 1.0}, "EarlyStopping")
 
 
 class StopBelow(MonitorCallback):
-    """As one is written for Keras's class."""
+    """A subclass as written for Keras's class."""
 
     def __init__(self, *args, patience=1, **how):
         super().__init__(*args, **how)
@@ -180,7 +180,7 @@ def test_a_subclass_of_keras_monitor_callback(given, how, better):
     assert callback.monitor_op(2, 1) is (callback.mode != "min")
 
 
-def test_what_it_follows_may_be_set():
+def test_the_monitor_can_be_set():
     callback = MonitorCallback("val_loss")
     callback.monitor, callback.mode, callback.min_delta, callback.best = "score", "max", -0.2, 1.0
     assert (callback.monitor, callback.mode, callback.min_delta, callback.best) == ("score", "max", 0.2, 1.0)
@@ -207,7 +207,7 @@ def test_early_stopping_reads_by_a_method_that_a_subclass_may_change():
 
 
 @pytest.mark.cores(1)
-def test_a_resumed_fit_goes_on_from_the_best_so_far(cores, tmp_path):
+def test_a_resumed_fit_keeps_the_best_value(cores, tmp_path):
     x = torch.ones(4, 1)
     counted = []
     for epochs in (1, 2):

@@ -1,4 +1,4 @@
-"""The progress bar and the plain lines: their text, how often logs are read, and what an error leaves behind."""
+"""The progress bar and the plain lines: their text, how often they read logs, and the terminal after an error."""
 
 import io
 import re
@@ -37,7 +37,7 @@ def terminal(width=120, encoding="utf-8", file=None):
 
 
 def shown(console):
-    """What was written, and the lines that are left of it on the screen."""
+    """Return the output, and the lines that remain on the screen."""
     text = console.file.buffer.getvalue().decode(console.file.encoding)
     return text, on_screen(text)
 
@@ -75,7 +75,7 @@ def test_its_attributes_are_keras(clock, verbose):
 
 
 class Counting(MutableMapping):
-    """Logs that count how often one is read for the first time, which on a device is a wait."""
+    """Logs that count first reads, which wait on a device."""
 
     waits = 0
 
@@ -112,7 +112,7 @@ def test_plain_lines_where_there_is_no_terminal(verbose, clock, capsys):
     )
 
 
-def test_verbose_2_is_plain_and_unbroken_in_a_terminal_too(clock):
+def test_verbose_2_is_plain_in_a_terminal_too(clock):
     console = terminal(width=40)
     fit(started(2, epochs=1, console=console), 1, 4, clock)
     assert shown(console)[0] == (
@@ -132,7 +132,7 @@ def test_verbose_0_is_silent(clock, capsys, waits):
     assert waits() == 0
 
 
-def test_a_plain_line_is_never_broken(clock, capsys, monkeypatch):
+def test_a_plain_line_is_never_wrapped(clock, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     fit(started(2, epochs=1), 1, 4, clock)
     assert len(capsys.readouterr().out.splitlines()) == 1
@@ -158,12 +158,12 @@ def test_the_bar_moves_and_shows_the_time_left_and_the_logs(clock):
     progress = started(1, epochs=3, steps=10, console=console)
     progress.on_epoch_begin(1, {})
     for batch in range(4):
-        clock[0] += 5.0 if batch == 0 else 1.0  # the first is compiled
+        clock[0] += 5.0 if batch == 0 else 1.0  # the first step is compiled
         progress.on_train_batch_end(batch, {"loss": 0.5 + batch})
     drawn = CONTROLS.sub("", shown(console)[0]).replace("\r", "\n")
     assert re.search(r"Epoch 2/3 ━{20} 0/10 0\.0s\s", drawn)
-    assert "1/10 5.0s" in drawn  # nothing is known yet of the time left
-    assert "4/10 6.0s left - loss: 2.5000" in drawn  # the logs are those of the step before
+    assert "1/10 5.0s" in drawn  # the remaining time is still unknown
+    assert "4/10 6.0s left - loss: 2.5000" in drawn  # the logs of the previous step
     progress.on_epoch_end(1, {"loss": 0.25})
     progress.on_train_end({})
     assert shown(console)[1] == [f"Epoch 2/3 {'━' * 20} 4/10 8.0s - loss: 0.2500"]
@@ -196,7 +196,7 @@ def test_an_unknown_number_of_steps_is_known_in_the_second_epoch(clock):
     assert [line[:34] for line in shown(console)[1]] == [f"Epoch {n}/2 {'━' * 20} 3/3" for n in (1, 2)]
 
 
-def test_a_narrow_terminal_cuts_what_moves_and_keeps_what_stays(clock):
+def test_a_narrow_terminal_truncates_only_the_moving_bar(clock):
     console = terminal(width=40)
     fit(started(1, epochs=1, console=console), 1, 4, clock)
     text, lines = shown(console)
@@ -221,7 +221,7 @@ def test_ascii_only_terminals(clock):
     ("what", "line"),
     [("test", "Evaluate - 1.0s - 2 steps - loss: 0.5000\n"), ("predict", "Predict - 1.0s - 2 steps\n")],
 )
-def test_evaluate_and_predict_alone_have_a_line_of_their_own(what, line, clock, capsys):
+def test_evaluate_and_predict_have_their_own_line(what, line, clock, capsys):
     def run(progress):
         getattr(progress, f"on_{what}_begin")({})
         for batch in range(2):
@@ -237,7 +237,7 @@ def test_evaluate_and_predict_alone_have_a_line_of_their_own(what, line, clock, 
     assert shown(console)[1] == [f"{title} {'━' * 20} 2/2 " + " - ".join([seconds, *logs])]
 
 
-def test_the_bar_is_full_while_it_validates(clock):
+def test_the_bar_is_full_during_validation(clock):
     console = terminal()
     progress = started(1, epochs=1, console=console)
     progress.on_train_begin({})
@@ -257,7 +257,7 @@ def test_a_terminal_that_cant_draw_gets_lines(clock):
     assert console.file.getvalue().startswith("Epoch 1/1 - 2.0s - 4 steps")
 
 
-def test_an_evaluation_inside_anothers_bar_prints_a_plain_line(clock):
+def test_an_evaluation_inside_another_bar_prints_a_line(clock):
     console = terminal()
     outer, inner = started(1, console=console), started(1, console=terminal(file=console.file))
     outer.on_train_begin({})
@@ -271,7 +271,7 @@ def test_an_evaluation_inside_anothers_bar_prints_a_plain_line(clock):
     assert "━" not in lines[0]
 
 
-def test_what_is_printed_meanwhile_stands_above_the_bar(clock):
+def test_other_output_appears_above_the_bar(clock):
     console = terminal()
     progress = started(1, epochs=1, console=console)
     progress.on_epoch_begin(0, {})
@@ -280,14 +280,14 @@ def test_what_is_printed_meanwhile_stands_above_the_bar(clock):
     assert [line.split()[0] for line in shown(console)[1]] == ["from", "Epoch"]
 
 
-def test_what_is_no_number_is_left_out(clock, capsys):
+def test_logs_that_arent_numbers_are_omitted(clock, capsys):
     progress = started(2)
     progress.on_epoch_begin(0, {})
     progress.on_epoch_end(0, {"loss": np.float32(0.5), "recall": np.zeros(3)})
     assert capsys.readouterr().out == "Epoch 1/3 - 0.0s - 0 steps - loss: 0.5000\n"
 
 
-def test_an_error_leaves_the_bar_where_it_was_and_the_streams_as_they_were(clock):
+def test_an_error_keeps_the_bar_and_restores_the_streams(clock):
     console, streams = terminal(), (sys.stdout, sys.stderr)
     progress = started(1, epochs=1, console=console)
     progress.on_train_begin({})
@@ -299,7 +299,7 @@ def test_an_error_leaves_the_bar_where_it_was_and_the_streams_as_they_were(clock
     progress.on_train_end({})
     text, lines = shown(console)
     assert lines == [f"Epoch 1/1 {'━' * 20} 3/4 3.0s - loss: 0.5000"]
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is visible again
     assert (sys.stdout, sys.stderr) == streams
     fit(started(1, epochs=1, console=console), 1, 4, clock)  # and the next fit has its bar
     assert shown(console)[1][-1].startswith(f"Epoch 1/1 {'━' * 20} 4/4")
@@ -350,13 +350,13 @@ def test_a_real_terminal():
     assert out.count("Epoch 1/1") >= 5  # the start, each step, the end
     assert "2/3" in CONTROLS.sub("", out)
     above, last = on_screen(out)
-    assert above == ("a line " * 20).strip()  # longer than the terminal is wide, and not broken
+    assert above == ("a line " * 20).strip()  # longer than the terminal's width, and not wrapped
     assert re.fullmatch(r"Epoch 1/1 ━{20} 3/3 \d\.\ds - loss: 0\.2500", last)
     assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")
 
 
 @pytest.mark.slow
-def test_errors_that_go_to_a_file_stay_there(tmp_path):
+def test_errors_redirected_to_a_file_stay_there(tmp_path):
     out = in_a_terminal(
         "import sys\n"
         "from types import SimpleNamespace\n"
@@ -373,30 +373,49 @@ def test_errors_that_go_to_a_file_stay_there(tmp_path):
     assert "a warning" not in out
 
 
-def test_auto_is_plain_where_it_cant_draw(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as CI services do, whose logs can't be drawn on
+def test_auto_is_plain_without_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in CI services, whose logs can't be redrawn
     assert resolve_verbose("auto") == 2
 
 
 @pytest.mark.parametrize("verbose", [0, 1, 2])
-def test_a_number_is_taken_as_it_is(verbose):
+def test_an_explicit_verbose_is_used(verbose):
     assert resolve_verbose(verbose) == verbose
 
 
 @pytest.mark.parametrize("verbose", [3, -1, "quiet", None, 0.5])
-def test_another_verbose_is_an_error(verbose):
+def test_an_invalid_verbose_is_an_error(verbose):
     with pytest.raises(ArgumentError, match=re.escape(f"got {verbose!r}")):
         resolve_verbose(verbose)
 
 
-def test_time_left_leaves_the_first_step_out():
+def test_the_remaining_time_excludes_the_first_step():
     line = ProgressLine("Epoch 1/1", total=11, now=0.0)
     line.advance(1, now=60.0)
-    assert line.seconds_left(60.0) is None
+    assert line.seconds_remaining(60.0) is None
     line.advance(6, now=70.0)
-    assert line.seconds_left(70.0) == pytest.approx(10.0)
+    assert line.seconds_remaining(70.0) == pytest.approx(10.0)
     line.advance(11, now=80.0)
-    assert line.seconds_left(80.0) is None
+    assert line.seconds_remaining(80.0) is None
+
+
+def test_validation_counts_neither_in_rows_nor_in_time(clock, capsys):
+    progress = started(2, epochs=1)
+    progress.on_train_begin({})
+    progress.on_epoch_begin(0, {})
+    for batch in range(4):
+        clock[0] += 1.0
+        progress.model.rows_seen += 20
+        progress.on_train_batch_end(batch, {})
+        if batch % 2:  # the second validation is at the epoch's end
+            clock[0] += 0.5  # until the device is idle
+            progress.on_test_begin({})
+            clock[0] += 7.0
+            progress.model.rows_seen += 500
+            progress.on_test_end({"loss": 0.5})
+    progress.on_epoch_end(0, {"loss": 0.5})
+    # 60 rows after the first step, in 3 seconds plus two half seconds.
+    assert capsys.readouterr().out == "Epoch 1/1 - 19.0s - 4 steps - 15 samples/s - loss: 0.5000\n"
 
 
 def test_one_step_is_singular():
@@ -405,14 +424,14 @@ def test_one_step_is_singular():
     assert line.summary(now=0.5) == "Predict - 0.5s - 1 step"
 
 
-def test_samples_per_second_leave_the_first_step_and_the_validation_out():
+def test_speed_excludes_the_first_step_and_validation():
     line = ProgressLine("Epoch 1/1", total=3, now=0.0)
     line.advance(1, now=60.0, rows=32)
     assert line.samples_per_second() is None
     line.advance(2, now=60.5, rows=64)
     assert line.samples_per_second() == 64.0
     line.advance(3, now=61.0, rows=77)  # a short batch
-    line.stop(now=61.5)  # when the device is through
+    line.stop(now=61.5)  # when the device is idle
     line.stop(now=70.0)  # validated
     assert line.samples_per_second() == 30.0
     assert line.summary(now=70.0) == "Epoch 1/1 - 1:10 - 3 steps - 30 samples/s"
@@ -422,7 +441,7 @@ def test_samples_per_second_leave_the_first_step_and_the_validation_out():
     assert slow.bar(4.0, ended=True).plain.endswith(" 2/2 4.0s - 0.25 samples/s")
 
 
-def test_the_rows_are_those_that_the_model_has_seen(clock, capsys):
+def test_rows_are_counted_by_the_model(clock, capsys):
     progress = started(2, epochs=1)
     progress.model.rows_seen = 1000  # by an earlier fit
     progress.on_train_begin({})
@@ -438,12 +457,12 @@ def test_the_rows_are_those_that_the_model_has_seen(clock, capsys):
     assert capsys.readouterr().out == "Epoch 1/1 - 9.0s - 4 steps - 20 samples/s - loss: 0.5000\n"
 
 
-def test_a_compilation_shows_with_its_own_clock():
+def test_a_compilation_has_its_own_clock():
     line = ProgressLine("Epoch 1/1", total=3, now=0.0)
     assert line.bar(7.0, ended=False, compiling_since=5.0).plain.endswith(" 0/3 compiling... 2.0s")
 
 
-def test_the_share_without_data_moves_with_the_bar(clock):
+def test_the_bar_shows_the_share_of_waiting_for_data(clock):
     console = terminal()
     progress = started(1, epochs=1, console=console)
     progress.on_train_begin({})

@@ -1,4 +1,4 @@
-"""ReduceLROnPlateau and LearningRateScheduler, from lists of numbers and no training."""
+"""ReduceLROnPlateau and LearningRateScheduler, with lists of numbers and no training."""
 
 import inspect
 
@@ -11,7 +11,7 @@ from tpufit.errors import ArgumentError
 
 
 def rates(plateau, values, name="val_loss", model=None):
-    """Feed one value an epoch. Returns the rate of each epoch."""
+    """Pass one value for each epoch. Return the rate of each epoch."""
     plateau.set_model(model or FakeModel(lr=1.0))
     plateau.on_train_begin({})
     seen = []
@@ -23,8 +23,8 @@ def rates(plateau, values, name="val_loss", model=None):
 
 
 @pytest.mark.parametrize("cooldown", [0, 2])
-def test_plateau_as_keras_counts(cooldown):
-    """Against Keras's rule, written out: it looks at the cooldown before it looks at the value."""
+def test_plateau_counts_as_keras_does(cooldown):
+    """Compared with Keras's rule, which checks the cooldown before the value."""
     values = [1.0, 0.9, 0.9, 0.95, 0.9, 0.8, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9]
     model, plateau = FakeModel(lr=1.0), ReduceLROnPlateau("loss", 0.5, 2, cooldown=cooldown, min_lr=0.2)
     plateau.set_model(model)
@@ -53,7 +53,7 @@ def test_patience(patience, expected):
     assert rates(ReduceLROnPlateau(factor=0.5, patience=patience), [1.0] * 5) == expected
 
 
-def test_a_better_value_renews_patience():
+def test_a_better_value_resets_patience():
     assert rates(ReduceLROnPlateau(factor=0.5, patience=2), [5, 6, 4, 5, 3, 4, 4, 4]) == [1] * 7 + [0.5]
 
 
@@ -93,7 +93,7 @@ def test_cooldown():
     assert rates(ReduceLROnPlateau(factor=0.5, patience=1, cooldown=2), [1.0] * 6) == expected
 
 
-def test_its_attributes_are_keras_and_may_be_set():
+def test_its_attributes_are_keras_and_can_be_set():
     plateau = ReduceLROnPlateau("loss", 0.5, 1, min_delta=-0.01, cooldown=2)
     plateau.best, plateau.wait, plateau.cooldown_counter = 0.5, 3, 2
     plateau.set_model(FakeModel(lr=1.0))
@@ -107,7 +107,7 @@ def test_its_attributes_are_keras_and_may_be_set():
     assert (plateau.monitor, plateau.min_delta, plateau.best, plateau.cooldown_counter) == ("loss", 0.01, 0.5, 0)
 
 
-def test_each_fit_begins_anew_but_for_the_rate():
+def test_each_fit_starts_fresh_except_for_the_rate():
     plateau, model = ReduceLROnPlateau(factor=0.5, patience=1, cooldown=5), FakeModel(lr=1.0)
     assert rates(plateau, [1.0, 1.0, 1.0], model=model) == [1, 1, 0.5]
     assert rates(plateau, [9.0, 9.0, 9.0], model=model) == [0.5, 0.5, 0.25]
@@ -118,14 +118,14 @@ def test_a_missing_log_warns_once_and_reduces_nothing():
         assert rates(ReduceLROnPlateau(patience=1), [1, 1, 1], "loss") == [1, 1, 1]
 
 
-def test_verbose_says_each_reduction(capsys):
+def test_verbose_prints_each_reduction(capsys):
     rates(ReduceLROnPlateau(factor=0.5, patience=1), [1.0, 1.0])
     assert capsys.readouterr().out == ""
     rates(ReduceLROnPlateau(factor=0.5, patience=1, verbose=1), [1.0, 1.0])
     assert capsys.readouterr().out == "Epoch 2: ReduceLROnPlateau reduces the learning rate to 0.5\n"
 
 
-def test_a_better_value_while_it_cools_down_is_the_one_to_beat():
+def test_a_better_value_during_cooldown_counts():
     plateau = ReduceLROnPlateau(factor=0.5, patience=1, cooldown=3)
     assert rates(plateau, [1.0, 1.0, 0.5, 0.6, 0.6, 0.6]) == [1, 1, 0.5, 0.5, 0.5, 0.25]
 
@@ -143,7 +143,7 @@ def test_wrong_arguments(arguments, message):
         ReduceLROnPlateau(**arguments)
 
 
-def test_a_schedule_goes_on_from_the_rate_there_is():
+def test_a_schedule_gets_the_current_rate():
     scheduler = LearningRateScheduler(lambda epoch, lr: lr / 2 if epoch else lr)
     scheduler.set_model(FakeModel(lr=1.0))
     for epoch, rate in enumerate([1, 0.5, 0.25]):
@@ -163,11 +163,12 @@ def test_a_schedule_must_return_a_number(returned):
 
 
 @pytest.mark.parametrize("schedule", [lambda epoch: 1 / (2 + epoch), lambda epoch, lr: 1 / (2 + epoch)])
-def test_a_schedule_of_the_epoch_says_what_it_sets_if_asked(capsys, schedule):
+def test_a_schedule_prints_rates_if_verbose(capsys, schedule):
     for verbose, said in [(0, ""), (1, "Epoch 1: learning rate 0.5\nEpoch 2: learning rate 0.333333\n")]:
-        scheduler, logs = LearningRateScheduler(schedule, verbose), {"loss": 1.0}
+        scheduler = LearningRateScheduler(schedule, verbose)
         scheduler.set_model(FakeModel())
         for epoch in range(2):
+            logs = {"loss": 1.0}
             scheduler.on_epoch_begin(epoch, {})
             scheduler.on_epoch_end(epoch, logs)
         assert logs["learning_rate"] == scheduler.model.learning_rate == 1 / 3
@@ -175,7 +176,7 @@ def test_a_schedule_of_the_epoch_says_what_it_sets_if_asked(capsys, schedule):
 
 
 NEEDED = inspect.Parameter.empty
-# The arguments of Keras 3's callbacks in their order, each with its default.
+# The arguments of Keras 3's callbacks in order, with their defaults.
 KERAS = {
     "BackupAndRestore": {
         "backup_dir": NEEDED,
@@ -250,6 +251,6 @@ KERAS = {
 
 
 @pytest.mark.parametrize("name", KERAS)
-def test_arguments_begin_as_keras_do(name):
+def test_arguments_begin_as_keras_arguments_do(name):
     ours = [(p.name, p.default) for p in inspect.signature(getattr(callbacks, name)).parameters.values()]
     assert ours[: len(KERAS[name])] == list(KERAS[name].items())

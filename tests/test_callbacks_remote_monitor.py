@@ -1,4 +1,4 @@
-"""RemoteMonitor, against a server of the standard library's, and against none."""
+"""RemoteMonitor, with the standard library's server, and without a server."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ from tpufit.errors import ArgumentError
 
 @pytest.fixture
 def server():
-    """A server on a free port of this machine, which keeps what it gets; its `status` is what it answers."""
+    """A server on a free port of this machine, which keeps requests; it answers with its `status`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -63,7 +63,7 @@ def test_json_with_headers_and_a_path(server):
     assert json.loads(body) == {"epoch": 0, "loss": 0.5, "one": 0, "recall": [0.5, 1.0], "tensor": 2.0, "note": "x"}
 
 
-def test_a_server_that_is_down_is_one_warning(server):
+def test_a_failing_server_is_one_warning(server):
     url = address(server)
     server.status = 503
     monitor = RemoteMonitor(url)
@@ -76,7 +76,7 @@ def test_a_server_that_is_down_is_one_warning(server):
     assert len(server.received) == 4
 
 
-def test_no_server_at_all_is_one_warning():
+def test_an_unreachable_server_is_one_warning():
     monitor = RemoteMonitor("http://127.0.0.1:1")
     with pytest.warns(UserWarning, match="could not send epoch 0 .* refused") as warned:
         monitor.on_epoch_end(0, {"loss": 0.5})

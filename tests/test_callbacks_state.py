@@ -1,4 +1,4 @@
-"""A callback that goes on from its state, through JSON, does what one does that was never interrupted."""
+"""A callback that resumes from its state, through JSON, behaves as without an interruption."""
 
 import json
 from functools import partial
@@ -23,7 +23,7 @@ EPOCHS, STEPS, CUT = 10, 3, 4
 
 
 def through_json(state):
-    """As a checkpoint keeps it: weights as they are, all the rest as JSON."""
+    """Convert a state as a checkpoint does: weights stay tensors, everything else becomes JSON."""
     weights = state.get("best_weights")
     plain = json.loads(json.dumps({name: value for name, value in state.items() if name != "best_weights"}))
     return plain if weights is None else plain | {"best_weights": {n: t.clone() for n, t in weights.items()}}
@@ -37,7 +37,7 @@ def begin(callback, model, steps=STEPS):
 
 
 def train(callback, seen, first=(0, 0), until=(EPOCHS, 0)):
-    """Call the hooks from one (epoch, batch) up to another; the rate of each step goes into `seen`."""
+    """Call the hooks from one (epoch, batch) to another; append the rate of each step to `seen`."""
     epoch, batch = first
     while (epoch, batch) < until and not callback.model.stop_training:
         callback.on_epoch_begin(epoch, {})
@@ -55,14 +55,14 @@ def train(callback, seen, first=(0, 0), until=(EPOCHS, 0)):
 
 
 def resumed(make, first=(CUT, 0), steps=STEPS):
-    """What a training does that is cut off there and taken up again by new objects, and what one does in one go."""
+    """Return the results of an interrupted training that new objects resume, and of an uninterrupted training."""
     whole, parts = [], []
     callback = begin(make(), FakeModel(lr=0.4), steps)
     train(callback, whole)
     cut = begin(make(), FakeModel(lr=0.4), steps)
     train(cut, parts, until=first)
     state = through_json(cut.state_dict())
-    # The optimizer's rates are in a checkpoint of their own.
+    # The checkpoint keeps the optimizer's rates separately.
     again = begin(make(), FakeModel(lr=cut.model.learning_rate), steps)
     again.load_state_dict(state)
     train(again, parts, first=first)
@@ -79,7 +79,7 @@ def test_early_stopping(patience):
     assert again.model.weight == again.best_epoch
 
 
-def test_the_best_weights_are_those_from_before_the_cut():
+def test_the_best_weights_survive_an_interruption():
     stopping = begin(EarlyStopping("loss", restore_best_weights=True), FakeModel())
     stopping.model.weight = 7
     stopping.on_epoch_end(0, {"loss": 0.5})
@@ -126,24 +126,24 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # PyTorch's own SequentialLR passes it
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # PyTorch's SequentialLR passes it
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(
     ("interval", "first"), [("epoch", (CUT, 0)), ("step", (CUT, 0)), ("step", (CUT, 2)), ("step", (0, 0))]
 )
-def test_every_scheduler_of_pytorchs(name, interval, first):
+def test_every_pytorch_scheduler(name, interval, first):
     if name == "plateau" and interval == "step":
-        interval = "epoch"  # it follows a log of the epoch
+        interval = "epoch"  # it depends on a log of the epoch
     resumed(partial(LRScheduler, SCHEDULES[name], interval, monitor="loss"), first)
 
 
 @pytest.mark.parametrize(("name", "falls"), [("exponential", True), ("plateau", False)])
-def test_a_schedule_by_epoch_counts_the_one_that_was_left(name, falls):
+def test_a_schedule_by_epoch_counts_the_skipped_epoch(name, falls):
     callback = begin(LRScheduler(SCHEDULES[name], monitor="loss"), FakeModel(lr=0.4))
     callback.on_epoch_begin(0, {})
     again = begin(LRScheduler(SCHEDULES[name], monitor="loss"), FakeModel(lr=0.4))
     again.load_state_dict(through_json(callback.state_dict()))
-    again.on_epoch_begin(1, {})  # after a resumption with "next_epoch": epoch 0 has no end
+    again.on_epoch_begin(1, {})  # after resuming with "next_epoch", epoch 0 has no end
     assert again.model.learning_rate == pytest.approx(0.36 if falls else 0.4)
     train(again, [], first=(1, 0))
     assert again.scheduler.last_epoch == 10 - (not falls)
@@ -166,7 +166,7 @@ def test_history():
     assert again.history["recall"] == [[0.25, 0.5]] * 4
     again.on_epoch_end(4, {"loss": 0.4})
     assert (again.epoch[-1], again.history["loss"][-1]) == (4, 0.4)
-    assert len(history.epoch) == len(history.history["loss"]) == 4  # the two share nothing
+    assert len(history.epoch) == len(history.history["loss"]) == 4  # they share no objects
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_history():
     ],
 )
 @pytest.mark.parametrize("in_epoch", [False, True])
-def test_a_resumed_training_saves_when_the_whole_one_would(tmp_path, make, state, in_epoch):
+def test_a_resumed_training_saves_at_the_same_steps(tmp_path, make, state, in_epoch):
     callback = begin(make(tmp_path), FakeModel())
     if in_epoch:
         callback.on_epoch_begin(1, {})
@@ -196,8 +196,8 @@ def test_a_resumed_training_saves_when_the_whole_one_would(tmp_path, make, state
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
-def test_a_state_is_not_changed_by_what_comes_after():
-    """It may be written by another thread while training goes on."""
+def test_later_training_doesnt_change_a_state():
+    """Another thread may write the state while training continues."""
     for callback in (
         EarlyStopping("loss", patience=5, restore_best_weights=True),
         History(),

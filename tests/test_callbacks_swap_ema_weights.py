@@ -1,4 +1,4 @@
-"""SwapEMAWeights: when the averages are in place, told by a model whose weight is 1 and whose average is 2."""
+"""SwapEMAWeights: when the averages are in place; the model's weight is 1 and its average is 2."""
 
 import pytest
 from fake_model import FakeModel
@@ -19,7 +19,7 @@ class Averaging(FakeModel):
 
 
 class Seen(Callback):
-    """Notes which of the two are in place."""
+    """Records which of the two are in place."""
 
     def __init__(self, *hooks):
         self.weights = []
@@ -28,7 +28,7 @@ class Seen(Callback):
 
 
 @pytest.mark.parametrize("what", ["test", "predict"])
-def test_averages_are_evaluated_and_predicted_with_and_the_weights_come_back(what):
+def test_averages_are_swapped_in_and_out(what):
     model, seen = Averaging(), Seen(f"on_{what}_batch_begin", f"on_{what}_batch_end")
     hooks = CallbackList([SwapEMAWeights(), seen], model=model)
     hooks.call(f"on_{what}_begin")
@@ -42,7 +42,7 @@ def test_averages_are_evaluated_and_predicted_with_and_the_weights_come_back(wha
     ("swap_on_epoch", "first", "saved"),
     [(False, True, [WEIGHT] * 3), (True, True, [AVERAGE] * 3), (True, False, [WEIGHT] * 3)],
 )
-def test_a_checkpoint_after_it_saves_averages_if_asked_and_weights_are_trained(tmp_path, swap_on_epoch, first, saved):
+def test_a_later_checkpoint_saves_averages_if_asked(tmp_path, swap_on_epoch, first, saved):
     swap, checkpoint = SwapEMAWeights(swap_on_epoch), ModelCheckpoint(tmp_path / "{epoch}.safetensors")
     model, trained = Averaging(), Seen("on_train_batch_begin")
     hooks = CallbackList([trained, *([swap, checkpoint] if first else [checkpoint, swap])], model=model)

@@ -1,5 +1,6 @@
-"""TensorBoard: what it writes, read back as TensorBoard reads it."""
+"""TensorBoard's files, read as TensorBoard reads them."""
 
+import gzip
 import json
 import time
 
@@ -10,7 +11,7 @@ from fake_model import FakeModel
 from torch import nn
 
 from tpufit.callbacks import TensorBoard
-from tpufit.callbacks._support.event_files import rewind
+from tpufit.callbacks._support.event_rewind import rewind
 from tpufit.errors import ArgumentError
 
 EVERY = {"loss": 0.5, "accuracy": 0.75}
@@ -36,22 +37,24 @@ def fit(board, epochs=2, steps=5, validate=True, model=None):
 def run_of(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    everything = dict.fromkeys(("scalars", "histograms", "images", "tensors"), 0)  # it would keep some only
+    everything = dict.fromkeys(
+        ("scalars", "histograms", "images", "tensors"), 0
+    )  # by default it would keep only a sample
     return EventAccumulator(str(folder), size_guidance=everything).Reload()
 
 
 def read_run(folder):
-    """The scalars of a run, `{"epoch_loss": [(step, value), ...]}`."""
+    """Return the scalars of a run, `{"epoch_loss": [(step, value), ...]}`."""
     events = run_of(folder)
     return {tag: [(e.step, round(e.value, 5)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 def read(folder):
-    """The scalars of every run, by its name."""
+    """Return the scalars of every run, by its name."""
     return {run.name: read_run(run) for run in sorted(folder.iterdir()) if run.is_dir()}
 
 
-def test_epochs_are_laid_out_as_in_keras(tmp_path):
+def test_files_are_organized_as_in_keras(tmp_path):
     fit(TensorBoard(tmp_path))
     assert read(tmp_path) == {
         "train": {
@@ -102,7 +105,7 @@ def test_logs_are_read_only_when_they_are_written(tmp_path):
 
 
 @pytest.mark.parametrize("validated_after", [(), (3,), (0, 1, 3)])
-def test_speed_leaves_validation_out(tmp_path, monkeypatch, validated_after):
+def test_speed_excludes_validation(tmp_path, monkeypatch, validated_after):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     board = TensorBoard(tmp_path, write_steps_per_second=True, update_freq=2)
@@ -139,14 +142,14 @@ def test_an_evaluation_alone_is_written_and_the_file_closed(tmp_path):
     assert board._files._writers == {}
 
 
-def test_a_second_fit_goes_on_by_step(tmp_path):
+def test_a_second_fit_continues_the_steps(tmp_path):
     board = TensorBoard(tmp_path, update_freq=5)
     fit(board, epochs=1)
     fit(board, epochs=1)
     assert [step for step, _ in read(tmp_path)["train"]["batch_loss"]] == [5, 10]
 
 
-def test_the_rate_is_the_one_of_the_epoch(tmp_path):
+def test_the_rate_is_the_epochs_rate(tmp_path):
     board, model = TensorBoard(tmp_path), FakeModel(lr=0.5)
     board.set_model(model)
     for epoch in range(2):
@@ -163,7 +166,7 @@ def test_without_an_optimizer_there_is_no_rate(tmp_path):
     assert "epoch_learning_rate" not in read(tmp_path)["train"]
 
 
-def test_what_is_no_number_is_left_out(tmp_path):
+def test_logs_that_arent_numbers_are_omitted(tmp_path):
     board = TensorBoard(tmp_path)
     board.set_model(FakeModel())
     board.on_epoch_end(0, {"loss": np.float32(1.0), "recall": np.zeros(3), "note": "text"})
@@ -171,16 +174,16 @@ def test_what_is_no_number_is_left_out(tmp_path):
     assert set(read(tmp_path)["train"]) == {"epoch_loss", "epoch_learning_rate"}
 
 
-def test_an_epoch_can_be_seen_before_training_ends(tmp_path):
+def test_an_epoch_is_visible_before_training_ends(tmp_path):
     board = TensorBoard(tmp_path)
     board.set_model(FakeModel())
-    for epoch in range(3):  # the first is written at once in any case
+    for epoch in range(3):  # the first is always written immediately
         board.on_epoch_end(epoch, {"loss": 1.0})
         assert len(read(tmp_path)["train"]["epoch_loss"]) == epoch + 1
     board.on_train_end({})
 
 
-def test_steps_that_run_as_one_are_counted_as_they_are(tmp_path):
+def test_joined_steps_are_counted_singly(tmp_path):
     board = TensorBoard(tmp_path, update_freq=4)
     board.set_model(FakeModel())
     board.model.steps_taken = 1000  # of an earlier fit, with another callback
@@ -204,7 +207,7 @@ def test_histograms_of_weights(tmp_path):
     assert (histogram.num, histogram.sum, histogram.min, histogram.max) == (1, 2.0, 2.0, 2.0)
 
 
-def test_a_histogram_leaves_out_what_is_no_number_and_what_is_empty(tmp_path):
+def test_a_histogram_skips_nan_and_empty_tensors(tmp_path):
     model = FakeModel()
     state = {
         "some": torch.tensor([1.0, float("nan"), float("inf")]),
@@ -242,7 +245,7 @@ def test_the_summary_is_written_once_as_text(tmp_path):
     assert run_of(tmp_path / "without/train").Tags()["tensors"] == []
 
 
-def test_helpers_write_what_people_look_at(tmp_path):
+def test_helpers_write_images_texts_and_figures(tmp_path):
     from matplotlib.figure import Figure
 
     class Looking(TensorBoard):
@@ -268,7 +271,7 @@ def test_helpers_write_what_people_look_at(tmp_path):
 
 
 def kill_in_the_third_epoch(folder, after):
-    """A training that was saved after epoch 1 (10 steps), went on for some steps, and was killed. Returns the state."""
+    """A training that was saved after epoch 1 (10 steps), continued, and was killed. Return the state."""
     board = TensorBoard(folder, update_freq="batch", histogram_freq=1, hparams={"lr": 0.1})
     fit(board, epochs=2)
     state = json.loads(json.dumps(board.state_dict()))
@@ -281,14 +284,14 @@ def kill_in_the_third_epoch(folder, after):
     if after == 5:
         board.on_epoch_end(2, {"loss": 99.0, "val_loss": 99.0})
     for writer in board._files._writers.values():
-        writer.close()  # what a killed process had written; it never got to on_train_end
+        writer.close()  # files of a killed process, which never reached on_train_end
     last = max((folder / "train").glob("*tfevents*"))
-    last.write_bytes(last.read_bytes()[:-7])  # but for half of its last record
+    last.write_bytes(last.read_bytes()[:-7])  # without half of its last record
     return state
 
 
 @pytest.mark.parametrize("after", [3, 5])
-def test_after_a_crash_no_step_is_there_twice(tmp_path, after):
+def test_after_a_crash_no_step_occurs_twice(tmp_path, after):
     state = kill_in_the_third_epoch(tmp_path, after)
     board = TensorBoard(tmp_path, update_freq="batch", histogram_freq=1, hparams={"lr": 0.1})
     board.load_state_dict(state)
@@ -317,7 +320,7 @@ def test_after_a_crash_no_step_is_there_twice(tmp_path, after):
 
 
 def test_a_resume_in_the_middle_of_an_epoch(tmp_path):
-    """Then the state comes once the epoch has begun."""
+    """Here the state is loaded after the epoch has begun."""
     kill_in_the_third_epoch(tmp_path, after=5)
     board = TensorBoard(tmp_path, update_freq="batch", histogram_freq=1)
     board.set_model(FakeModel())
@@ -335,25 +338,25 @@ def test_a_resume_in_the_middle_of_an_epoch(tmp_path):
     assert board.state_dict() == {"steps": 13}
 
 
-def test_a_rewind_that_was_interrupted_harms_nothing(tmp_path):
+def test_an_interrupted_rewind_does_no_harm(tmp_path):
     fit(TensorBoard(tmp_path), epochs=3)
     (old,) = (tmp_path / "train").glob("*tfevents*")
     before = old.read_bytes()
     rewind(tmp_path / "train", lambda tag, step: step < 2)
-    old.write_bytes(before)  # as if it had been killed before it could delete the old file
-    (tmp_path / "train" / f".{old.name}.resumed.tmp-1").write_bytes(before[:100])  # and another time while writing
+    old.write_bytes(before)  # as if it was killed before it could delete the old file
+    (tmp_path / "train" / f".{old.name}.resumed.tmp-1").write_bytes(before[:100])  # and once more while writing
     assert [step for step, _ in read_run(tmp_path / "train")["epoch_loss"]] == [0, 1]
     rewind(tmp_path / "train", lambda tag, step: step < 2)
     assert [step for step, _ in read_run(tmp_path / "train")["epoch_loss"]] == [0, 1]
     assert len(list((tmp_path / "train").iterdir())) == 1
 
 
-def test_nothing_to_rewind_makes_no_files(tmp_path):
+def test_a_rewind_without_files_creates_none(tmp_path):
     rewind(tmp_path / "none", lambda tag, step: True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_object_that_is_not_used_makes_no_files(tmp_path):
+def test_an_unused_callback_creates_no_files(tmp_path):
     board = TensorBoard(tmp_path / "logs")
     board.set_model(FakeModel())
     board.on_train_begin({})
@@ -362,7 +365,7 @@ def test_an_object_that_is_not_used_makes_no_files(tmp_path):
 
 
 class Words(FakeModel):
-    """Two embedding layers, and one that is none."""
+    """Two embedding layers, and another layer."""
 
     def __init__(self):
         super().__init__()
@@ -435,9 +438,24 @@ def test_wrong_number_of_epochs(name, freq):
 def test_wrong_profile_batch(profile_batch):
     with pytest.raises(ArgumentError, match="profile_batch must be a step from 1, or the first and the last"):
         TensorBoard(profile_batch=profile_batch)
-    TensorBoard(profile_batch=[10, 12])  # a list will do
+    TensorBoard(profile_batch=[10, 12])  # a list is accepted too
 
 
 def test_wrong_hparams():
     with pytest.raises(ArgumentError, match=r"numbers, texts or bools by name, got 'sizes': \[1, 2\]"):
         TensorBoard(hparams={"sizes": [1, 2]})
+
+
+def test_without_a_runtime_the_profile_is_pytorchs(tmp_path):
+    board = TensorBoard(tmp_path, profile_batch=(2, 3))
+    board.set_model(FakeModel())
+    board.on_train_begin({})
+    for batch in range(4):
+        torch.ones(batch + 2, batch + 2) @ torch.ones(batch + 2, 1)
+        board.model.steps_taken += 1
+        board.on_train_batch_end(batch, {"loss": 0.5})
+    board.on_train_end({})
+    (trace,) = tmp_path.glob("train/plugins/profile/*/*.trace.json.gz")
+    with gzip.open(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert sum(event.get("name") == "aten::mm" for event in events) == 2

@@ -1,4 +1,4 @@
-"""TerminateOnNaN, from what a model knows of its steps; tests/faults/test_nan.py has it in training."""
+"""TerminateOnNaN, with the model's known steps; tests/faults/test_nan.py tests it in training."""
 
 import pytest
 from fake_model import FakeModel
@@ -19,7 +19,7 @@ class Ends(Callback):
 
 
 def train(guard, bad_steps, *others):
-    """An epoch, with what is known after each batch: the first bad step, or None. Returns the batches trained."""
+    """Run an epoch with the known first bad step, or None, after each batch. Return the trained batches."""
     model = FakeModel()
     hooks = CallbackList([guard, *others], model=model)
     hooks.call("on_train_begin")
@@ -38,27 +38,27 @@ def train(guard, bad_steps, *others):
 
 
 @pytest.mark.parametrize("raise_error", [False, True])
-def test_a_training_whose_losses_are_finite_goes_on(raise_error, capsys):
+def test_a_training_with_finite_losses_continues(raise_error, capsys):
     ends = Ends()
     assert train(TerminateOnNaN(raise_error), [None] * 5, ends) == 5
     assert ends.ends == [{"loss": 0.5}] and capsys.readouterr().out == ""
 
 
-def test_it_ends_with_the_batch_that_tells_and_says_so_once(capsys):
+def test_it_ends_training_and_prints_once(capsys):
     ends = Ends()
     assert train(TerminateOnNaN(), [None, None, 2, 2], ends) == 3
     assert ends.ends == [{"loss": 0.5}]
     assert capsys.readouterr().out == "step 2 returned a loss that is not finite: training ends\n"
 
 
-def test_an_error_instead_is_told_to_the_other_callbacks_before_their_end():
+def test_other_callbacks_get_the_error_before_their_end():
     ends = Ends()
     with pytest.raises(CallbackError, match="TerminateOnNaN.on_train_batch_end raised RuntimeError: step 2 returned"):
         train(TerminateOnNaN(raise_error=True), [None, None, 2, 2], ends)
     assert ends.ends == ["step 2 returned a loss that is not finite", {}]
 
 
-def test_the_last_batch_may_show_at_the_end_of_its_epoch_only(capsys):
+def test_a_nan_in_the_last_batch_is_found_at_the_epochs_end(capsys):
     class Late(Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.first_bad_step = batch + 1

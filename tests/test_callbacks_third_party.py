@@ -1,4 +1,4 @@
-"""Callbacks as people write them for Keras run as they are, because they use only what Keras documents."""
+"""Callbacks written for Keras run unchanged, because they use only Keras's documented interface."""
 
 import math
 import time
@@ -14,12 +14,12 @@ from tpufit.callbacks import Callback
 
 pytestmark = pytest.mark.cores(1, 8)
 
-X = np.random.default_rng(0).normal(size=(150, 6)).astype("float32")  # ten batches of 16, the last one of 6
+X = np.random.default_rng(0).normal(size=(150, 6)).astype("float32")  # ten batches of 16, the last of 6
 Y = X @ np.random.default_rng(1).normal(size=(6, 1)).astype("float32")
 
 
 class BatchLosses(Callback):
-    """Keeps the loss of every batch, and of every epoch."""
+    """Keeps the loss of every batch and every epoch."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class BatchLosses(Callback):
 
 
 class StopAtMinimum(Callback):
-    """Stops when the loss has not been lower for some epochs, and goes back to the weights of its minimum."""
+    """Stops when the loss hasn't decreased for some epochs, and restores the weights of its minimum."""
 
     def __init__(self, patience=0):
         super().__init__()
@@ -61,7 +61,7 @@ class StopAtMinimum(Callback):
 
 
 class Staircase(Callback):
-    """Sets the rate of each epoch by a table."""
+    """Sets the rate of each epoch from a table."""
 
     def __init__(self, table):
         super().__init__()
@@ -78,7 +78,7 @@ class Staircase(Callback):
 
 
 class Keys(Callback):
-    """Notes every hook with the names of its logs."""
+    """Records every hook with the names of its logs."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ for _what in ("train", "test", "predict"):
 
 
 class NaNClock(Callback):
-    """Ends training at a loss that is no number, and times batches and epochs, by the old names of the hooks."""
+    """Ends training at a NaN loss, and times batches and epochs, by the old names of the hooks."""
 
     def on_train_begin(self, logs=None):
         self.seconds = []
@@ -144,9 +144,9 @@ def test_a_loss_history_per_batch_fetches_once_a_step(cores):
     losses = BatchLosses()
     history, counts = fit(compiled(), cores, losses)
     assert losses.epochs == history["loss"] and len(losses.batches) == 30
-    assert losses.batches[9::10] == history["loss"]  # running means: the last one is the epoch's
+    assert losses.batches[9::10] == history["loss"]  # running means: the last value is the epoch's
     assert all(isinstance(loss, float) for loss in losses.batches)
-    # One a step, and one for the epoch itself, as without any callback.
+    # one wait a step, and one for the epoch, as without any callback
     assert waits(counts) == {"batch logs": 30, "logs": 3}
     assert counts.host_reads == 0
 
@@ -156,9 +156,9 @@ def test_hooks_that_read_nothing_cost_no_wait(cores):
     assert waits(counts) == {"logs": 3} and counts.host_reads == 0
 
 
-def test_stopping_at_the_minimum_brings_the_weights_back(cores):
+def test_stopping_at_the_minimum_restores_the_weights(cores):
     class Worse(Callback):
-        """From the third epoch on, training only does harm."""
+        """From the third epoch on, training only raises the loss."""
 
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 2:
@@ -174,7 +174,7 @@ def test_stopping_at_the_minimum_brings_the_weights_back(cores):
     assert model.evaluate(X, Y, verbose=0)[0] < history["loss"][0]
 
 
-def test_a_schedule_of_ones_own_sets_the_rate(cores):
+def test_a_custom_schedule_sets_the_rate(cores):
     staircase = Staircase([(1, 0.02), (3, 0.01)])
     model = compiled()
     _, counts = fit(model, cores, staircase, epochs=5)
@@ -182,7 +182,7 @@ def test_a_schedule_of_ones_own_sets_the_rate(cores):
     assert model.optimizer.param_groups[0]["lr"] == 0.01 and counts.graphs["train"] <= 2
 
 
-def test_every_hook_comes_in_keras_order_with_keras_keys(cores):
+def test_hooks_have_keras_order_and_keys(cores):
     keys, model = Keys(), compiled()
     fit(model, cores, keys, epochs=1, validation_data=(X[:32], Y[:32]), steps_per_epoch=2)
     logs, validation = ["loss", "mae"], ["loss", "mae", "val_loss", "val_mae"]

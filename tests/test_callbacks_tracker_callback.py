@@ -1,4 +1,4 @@
-"""The trackers' callbacks against the trackers' own packages, offline: what was logged is read where it was kept."""
+"""The trackers' callbacks with the trackers' packages, offline: logs are read from the trackers' files."""
 
 import json
 import os
@@ -19,9 +19,9 @@ from tpufit import runtime
 from tpufit.callbacks import Callback, CometLogger, MLflowLogger, ModelCheckpoint, TrackioLogger, WandbLogger
 from tpufit.errors import ArgumentError, CallbackError, TrackerError
 
-# What the packages themselves warn of.
+# Warnings of the packages themselves.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-# Trackio looks for it once, when it is imported.
+# Trackio reads it once, during its import.
 os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp(prefix="trackio-"))
 
 X = np.random.default_rng(0).normal(size=(48, 4)).astype("float32")  # six batches of 8
@@ -79,7 +79,7 @@ class Wandb:
 
     @classmethod
     def ended(cls, file):
-        """The records of an offline run once all are written, which W&B's own process does after the run's end."""
+        """Return the records of an offline run once all are written, which W&B's process does after the run's end."""
         deadline = time.monotonic() + 60
         while not any(record.HasField("exit") for record in cls.records(file)):
             assert time.monotonic() < deadline, f"the end of the run was never written to {file}"
@@ -88,7 +88,7 @@ class Wandb:
 
     @staticmethod
     def records(file):
-        """The records of an offline run: protocol buffers in the form of LevelDB's log."""
+        """Return the records of an offline run: protocol buffers in the format of LevelDB's log."""
         from wandb.proto.wandb_internal_pb2 import Record
 
         data, at, whole = file.read_bytes(), 7, b""
@@ -98,11 +98,11 @@ class Wandb:
                 at += left
                 continue
             size, form = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-            if at + 7 + size > len(data):  # it is being written
+            if at + 7 + size > len(data):  # it is still being written
                 return
             whole += data[at + 7 : at + 7 + size]
             at += 7 + size
-            if form in (1, 4):  # a whole record, or the end of one
+            if form in (1, 4):  # a whole record, or the end of a record
                 yield Record.FromString(whole)
                 whole = b""
 
@@ -196,7 +196,7 @@ class Pictures(Callback):
 @pytest.mark.cores(1, 8)
 @pytest.mark.soak_on(8)
 @soaked
-def test_a_run_that_is_broken_off_goes_on(cores, tracker, tmp_path, monkeypatch):
+def test_an_interrupted_run_is_resumed(cores, tracker, tmp_path, monkeypatch):
     pytest.importorskip(tracker.package)
     monkeypatch.chdir(tmp_path)
     how = {"batch_size": 8 // cores, "verbose": 0, "cores": cores, "validation_data": (X, Y)}
@@ -221,13 +221,13 @@ def test_a_run_that_is_broken_off_goes_on(cores, tracker, tmp_path, monkeypatch)
     assert points["learning_rate"][-1][1] == pytest.approx(after.learning_rate)
     assert [step for step, _ in points["batch_loss"]] == [4, 8, 12, 16]
     assert points["test_loss"] == [(18, pytest.approx(tested["loss"]))]
-    # That of step 12 was still being written when training broke off.
+    # The log of step 12 was still being written when training was interrupted.
     assert pictures == 3 and saved == [f"step-{step:010d}" for step in (6, 18)]
 
 
 @pytest.mark.cores(1)
 @soaked
-def test_a_server_that_cannot_be_reached_is_an_error_before_anything_is_compiled(cores, tracker, tmp_path, monkeypatch):
+def test_an_unreachable_server_is_an_error_before_compiling(cores, tracker, tmp_path, monkeypatch):
     pytest.importorskip(tracker.package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COMET_URL_OVERRIDE", f"{NOWHERE}/clientlib/")
@@ -238,25 +238,25 @@ def test_a_server_that_cannot_be_reached_is_an_error_before_anything_is_compiled
 
 
 @pytest.mark.soak
-def test_a_space_that_cannot_be_reached_and_what_is_no_config_are_errors(monkeypatch):
+def test_an_unreachable_space_and_an_invalid_config(monkeypatch):
     pytest.importorskip("trackio")
     monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
     with pytest.raises(TrackerError, match="Trackio's space can't be reached at .* Without space_id it logs on this"):
         TrackioLogger("digits", space_id="me/digits").open_run(None)
     with pytest.raises(ArgumentError, match=r"config must be a dict of hyperparameters by name, got \[1\]"):
         TrackioLogger("digits", config=[1])
-    with pytest.raises(ArgumentError, match="this TrackioLogger has no run yet: a fit or evaluate that is given it"):
+    with pytest.raises(ArgumentError, match="this TrackioLogger has no run yet: pass it to fit or evaluate"):
         TrackioLogger("digits").add_image("a", np.zeros((3, 4, 4)))
 
 
 @pytest.mark.parametrize("tracker", [MLflow, Wandb, Comet, Trackio], ids=lambda kind: kind.__name__)
-def test_a_package_that_is_missing(tracker, monkeypatch):
+def test_a_missing_package(tracker, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, tracker.package, None)
     with pytest.raises(ArgumentError, match=f"{tracker.kind.__name__} needs .*{tracker.missing}"):
         tracker.kind()
 
 
-def test_nobody_else_pays_for_them(run_python):
+def test_trackers_are_imported_only_if_used(run_python):
     result = run_python("""
         import sys, tpufit.callbacks
         print({"mlflow", "wandb", "comet_ml", "trackio"} & set(sys.modules))
@@ -265,7 +265,7 @@ def test_nobody_else_pays_for_them(run_python):
 
 
 @pytest.mark.cores(1)
-def test_a_run_of_ones_own_is_used_and_left_open(cores, tmp_path, monkeypatch):
+def test_the_users_run_is_used_and_left_open(cores, tmp_path, monkeypatch):
     import mlflow
 
     monkeypatch.chdir(tmp_path)
@@ -285,7 +285,7 @@ def test_a_run_of_ones_own_is_used_and_left_open(cores, tmp_path, monkeypatch):
 
 
 @pytest.mark.cores(1)
-def test_a_failed_run_is_said_to_be_one_and_a_lost_one_ends_no_training(cores, tmp_path, monkeypatch):
+def test_a_failed_run_is_marked_and_a_lost_run_is_tolerated(cores, tmp_path, monkeypatch):
     import mlflow
 
     monkeypatch.chdir(tmp_path)
@@ -296,7 +296,7 @@ def test_a_failed_run_is_said_to_be_one_and_a_lost_one_ends_no_training(cores, t
     with pytest.raises(CallbackError, match="on purpose"):
         model().fit(X, Y, epochs=3, verbose=0, callbacks=[failed, Ending()])
     assert client.get_run(failed.run_id).info.status == "FAILED"
-    assert random.getstate() == drawn  # the run's name was drawn elsewhere
+    assert random.getstate() == drawn  # the run's random name differs
     lost = MLflow.make(tmp_path)
 
     class Deleting(Callback):
@@ -317,19 +317,19 @@ def test_a_failed_run_is_said_to_be_one_and_a_lost_one_ends_no_training(cores, t
         (np.zeros((2, 5, 3)), "CHW", "1, 3 or 4 channels, got 2"),
     ],
 )
-def test_a_picture_of_another_form(image, dataformats, said, tmp_path):
-    from tpufit.callbacks._support.pictures import pixels
+def test_a_picture_of_an_invalid_shape(image, dataformats, said, tmp_path):
+    from tpufit.callbacks._support.pictures import to_pixels
 
     with pytest.raises(ArgumentError, match=said):
-        pixels(image, dataformats)
+        to_pixels(image, dataformats)
 
 
 def test_a_figure_becomes_a_picture():
     from matplotlib.figure import Figure
 
-    from tpufit.callbacks._support.pictures import drawn
+    from tpufit.callbacks._support.pictures import draw_figure
 
     figure = Figure(figsize=(2, 1), dpi=50)
     figure.add_subplot().plot([1, 2])
-    picture = drawn(figure)
+    picture = draw_figure(figure)
     assert picture.shape == (50, 100, 3) and picture.dtype == np.uint8 and picture.min() < picture.max()

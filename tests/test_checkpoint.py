@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, verified when read, never anything but safetensors and JSON."""
+"""Checkpoints on disk: complete or absent, verified when they are read, only safetensors and JSON."""
 
 import hashlib
 import json
@@ -16,18 +16,19 @@ import pytest
 import safetensors.torch
 import torch
 
+from tpufit import runtime
 from tpufit.checkpoint import (
     AsyncCheckpointWriter,
     Checkpoint,
     CheckpointDirectory,
     LocalStore,
     Score,
-    named_checkpoint,
     read,
+    read_checkpoint_at,
     save,
 )
-from tpufit.checkpoint.state import check_state
-from tpufit.checkpoint.store import sealed
+from tpufit.checkpoint.state_json import check_state
+from tpufit.checkpoint.store import seal
 from tpufit.errors import (
     CheckpointBusyError,
     CheckpointDamagedError,
@@ -35,7 +36,7 @@ from tpufit.errors import (
     CheckpointMissingError,
     CheckpointNotWrittenError,
 )
-from tpufit.utils.files import HeldError, Lock
+from tpufit.utils.files import Lock, LockedError
 
 FILES = ["manifest.json", "model.safetensors", "state.json", "training.safetensors"]
 
@@ -60,7 +61,7 @@ def folders(run):
     return sorted(path.name for path in run.path.iterdir() if not path.name.startswith("."))
 
 
-def test_what_is_written_is_read(run):
+def test_a_checkpoint_round_trip(run):
     path = run.write(made(10, metric=0.5))
     assert sorted(file.name for file in path.iterdir()) == FILES
     found = read(path)
@@ -68,7 +69,7 @@ def test_what_is_written_is_read(run):
     assert found.state == {"epoch": 1}
     assert found.metric == Score("val_loss", 0.5, "min")
     assert found.mesh == {"cores": 8}
-    assert set(found.versions) == {"tpufit", "torch", "torch_xla"}
+    assert set(found.versions) == {"tpufit", *runtime.versions()} > {"tpufit", "torch"}
     assert found.weights["a.weight"] is found.weights["b.weight"]
     assert torch.equal(found.weights["a.weight"], torch.full((3, 2), 10.0))
     assert torch.equal(found.training["optimizer/step/a.weight"], torch.tensor(10.0))
@@ -89,11 +90,11 @@ def test_safetensors_alone_reads_the_weights(run):
     assert set(weights) == {"a.weight", "mask"}  # a tied tensor is stored once
 
 
-def test_the_newest_are_kept_and_the_best(tmp_path):
+def test_the_newest_and_the_best_are_kept(tmp_path):
     run = CheckpointDirectory(tmp_path, keep_last=2, keep_best=2)
     for step, loss in ((1, 0.3), (2, math.nan), (3, 0.5), (4, 0.3), (5, 0.9), (6, None)):
         run.write(made(step, metric=loss))
-    assert run.steps() == [1, 4, 5, 6]  # of equal ones the earlier first; NaN is worst
+    assert run.steps() == [1, 4, 5, 6]  # of equal values the earlier first; NaN is worst
     assert run.best().step == 1
     assert run.newest().step == 6
 
@@ -105,7 +106,7 @@ def test_only_the_named_number_is_kept(tmp_path):
     assert run.steps() == [3]
 
 
-def test_going_back_makes_the_earlier_one_the_newest(tmp_path):
+def test_going_back_makes_an_earlier_checkpoint_the_newest(tmp_path):
     run = CheckpointDirectory(tmp_path, keep_last=2)
     for step in (10, 20, 30, 15):
         run.write(made(step))
@@ -122,7 +123,9 @@ def test_the_same_step_is_replaced(run):
 
 def test_weights_that_are_not_finite_are_not_written(run):
     run.write(made(10))
-    with pytest.raises(CheckpointNotWrittenError, match=r"step 20 .*a\.weight holds NaN.*last good one .* step 10"):
+    with pytest.raises(
+        CheckpointNotWrittenError, match=r"step 20 .*a\.weight has NaN.*last good checkpoint is of step 10"
+    ):
         run.write(made(20, value=math.nan))
     assert run.steps() == [10]
 
@@ -147,15 +150,15 @@ DAMAGE = {
 
 @pytest.mark.parametrize("file", ["model.safetensors", "training.safetensors"])
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_file_is_found_and_the_one_before_taken(run, file, how):
+def test_a_damaged_file_is_found_and_the_previous_checkpoint_read(run, file, how):
     run.write(made(10))
     path = run.write(made(20)) / file
     damage, message = DAMAGE[how]
     damage(path)
-    with pytest.warns(UserWarning, match=rf"{file.split('.')[0]}\.{message}.*Going on from .*step-0000000010"):
+    with pytest.warns(UserWarning, match=rf"{file.split('.')[0]}\.{message}.*Resuming from .*step-0000000010"):
         assert run.newest().step == 10
     with pytest.raises(CheckpointDamagedError, match=message):
-        read(path.parent)  # a checkpoint that is named never gives way to another
+        read(path.parent)  # a checkpoint that is named is never replaced by another
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,7 @@ def test_a_damaged_file_is_found_and_the_one_before_taken(run, file, how):
     [
         (None, "has no manifest.json, so it was never finished"),
         ("{", "manifest.json is damaged: Expecting"),
-        ("[]", "it names no format"),
+        ("[]", "it has no format"),
         ('{"format": 1, "files": {"../../x": {}}}', "it lists the files"),
     ],
 )
@@ -175,14 +178,14 @@ def test_a_damaged_manifest(run, text, message):
         assert run.newest().step == 10
 
 
-def test_all_are_damaged(run):
+def test_all_checkpoints_damaged(run):
     for step in (10, 20):
         flip(run.write(made(step)) / "model.safetensors")
     with pytest.raises(CheckpointDamagedError, match=r"none of .*step-0000000020.*SHA-256.*step-0000000010.*SHA-256"):
         run.newest()
 
 
-def test_there_is_none(run):
+def test_no_checkpoint(run):
     assert run.newest() is None
     assert run.best() is None
 
@@ -191,9 +194,9 @@ def test_a_later_format(run):
     path = run.write(made(10))
     manifest = json.loads((path / "manifest.json").read_text()) | {"format": 7, "versions": {"tpufit": "3.1"}}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"is of format 7, and this tpufit .* up to 1\. It was made by .* 3\.1"):
+    with pytest.raises(CheckpointError, match=r"has format 7, and this tpufit .* up to 1\. It was written by .* 3\.1"):
         run.newest()
-    run.write(made(20))  # `resume=False` doesn't read it, and it stays
+    run.write(made(20))  # `resume=False` doesn't read it, and keeps it
     assert run.steps() == [10, 20]
 
 
@@ -217,17 +220,26 @@ def test_a_pickle_is_never_opened(tmp_path, monkeypatch, where):
     with pytest.raises(CheckpointError):
         read(target)
     assert not (tmp_path / "canary").exists()
-    with pytest.raises(FileExistsError):  # the canary would have sung: it is no dud
-        os.mkdir("canary")
-        torch.load(target if where == "file" else target / name, weights_only=False)
+    # The canary works: PyTorch goes by the name of a file, not of a stream.
+    with (target if where == "file" else target / name).open("rb") as pickled:
+        torch.load(pickled, weights_only=False)
+    assert (tmp_path / "canary").exists()
 
 
-def test_a_file_is_no_checkpoint(tmp_path):
+def test_a_file_instead_of_a_checkpoint(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"x")
-    with pytest.raises(CheckpointMissingError, match=r"not a checkpoint of tpufit: it is a file.*a pickle made by"):
+    with pytest.raises(CheckpointMissingError, match=r"not a tpufit checkpoint: it is a file.*model.load_weights"):
         read(tmp_path / "model.pt")
     with pytest.raises(CheckpointMissingError, match="it does not exist"):
         read(tmp_path / "nothing")
+
+
+def test_a_missing_step_is_answered_with_the_existing_steps(tmp_path):
+    run = CheckpointDirectory(tmp_path)
+    for step in (5, 10):
+        run.write(Checkpoint(step, {"weight": torch.ones(1)}, {}, {}))
+    with pytest.raises(CheckpointMissingError, match="step-0000000007: .* has step-0000000005, step-0000000010. Model"):
+        read_checkpoint_at(tmp_path / "step-0000000007")
 
 
 def test_a_link_to_a_checkpoint_is_refused(tmp_path):
@@ -240,11 +252,11 @@ def test_a_link_to_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="is a link"):
         read(run.path / "step-0000000099")
     run.write(made(20))
-    assert outside.steps() == [99]  # nothing behind the link was removed
+    assert outside.steps() == [99]  # the link's target wasn't removed
 
 
-def test_all_of_it_is_on_the_disk_before_it_has_its_name(run, monkeypatch):
-    """Else a machine that loses its power may keep the name and lose what it stands for."""
+def test_a_checkpoint_is_synced_before_it_is_renamed(run, monkeypatch):
+    """Otherwise a machine that loses power might keep the name without the contents."""
     sync, rename, events = os.fsync, Path.rename, []
 
     def noted_sync(descriptor):
@@ -264,12 +276,12 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name(run, monkeypatch):
     assert events[named + 1 :] == [run.path]  # the name itself
 
 
-def test_a_killed_process_leaves_nothing(run):
+def test_a_killed_process_leaves_no_files(run):
     whole = run.write(made(10))
     shutil.copytree(whole, run.path / ".step-0000000020.tmp-77")
     (run.path / ".step-0000000020.tmp-77" / "manifest.json").unlink()
     run.close()
-    with pytest.warns(UserWarning, match=r"dropped from .*: \.step-0000000020\.tmp-77, which a process"):
+    with pytest.warns(UserWarning, match=r"dropped from .*: \.step-0000000020\.tmp-77, which a killed process"):
         run.open()
     assert sorted(os.listdir(run.path)) == [".lock", "step-0000000010"]
 
@@ -281,14 +293,14 @@ def test_a_process_killed_between_two_renames(run):
     assert run.newest().step == 10
 
 
-def test_what_was_moved_aside_is_read_before_it_is_brought_back(run, tmp_path):
+def test_a_checkpoint_that_was_moved_aside_can_be_read(run, tmp_path):
     run.write(made(10))
     run.write(made(20)).rename(run.path / ".step-0000000020.old-77")
-    with pytest.warns(UserWarning, match="a process was killed that replaced it"):
-        assert run.newest().step == 20  # as a `fit` that resumes looks before it opens the folder
+    with pytest.warns(UserWarning, match="a process was killed while it replaced"):
+        assert run.newest().step == 20  # as a resuming `fit` does before it opens the folder
     save(tmp_path / "model", made(1))
     (tmp_path / "model").rename(tmp_path / ".model.old-77")
-    with pytest.warns(UserWarning, match="model is not there"):
+    with pytest.warns(UserWarning, match="model is missing"):
         assert read(tmp_path / "model").step == 1
     save(tmp_path / "model", made(2))
     assert read(tmp_path / "model").step == 2 and not list(tmp_path.glob(".model.*"))
@@ -304,7 +316,7 @@ def test_a_killed_process_that_had_the_same_id(run, kind):  # as in containers, 
     assert sorted(os.listdir(run.path)) == [".lock", *kept]
 
 
-def test_what_this_process_is_writing_is_not_dropped(run):
+def test_a_pending_write_of_this_process_is_kept(run):
     store, found = LocalStore(run.path), []
 
     def fill(draft):
@@ -337,7 +349,7 @@ def test_a_full_disk(run, monkeypatch):
 
 
 class Gone(LocalStore):
-    """A store whose server is down: the attributes in `refused` fail."""
+    """A store with an unreachable server: the attributes in `refused` fail."""
 
     refused: frozenset[str] = frozenset()
 
@@ -347,10 +359,10 @@ class Gone(LocalStore):
         return super().__getattribute__(name)
 
 
-def test_a_store_that_is_gone_is_named_in_the_error(run, monkeypatch):
+def test_an_unreachable_store_is_named_in_the_error(run, monkeypatch):
     monkeypatch.setattr(run, "_store", Gone(run.path))
     monkeypatch.setattr(Gone, "refused", frozenset({"names", "commit"}))
-    with pytest.raises(CheckpointNotWrittenError, match=rf"step 20 .*timed out\. {run.path} can't be listed either"):
+    with pytest.raises(CheckpointNotWrittenError, match=rf"step 20 .*timed out\. {run.path} can't be listed, either"):
         run.write(made(20))
 
 
@@ -365,7 +377,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_all_files_have_the_permissions_that_the_umask_leaves(run, umask):
+def test_files_have_the_permissions_of_the_umask(run, umask):
     before = os.umask(umask)
     try:
         folder = run.write(made(10))
@@ -375,7 +387,7 @@ def test_all_files_have_the_permissions_that_the_umask_leaves(run, umask):
 
 
 @pytest.mark.parametrize("name", ["a_file/run", "a_file"])
-def test_a_folder_that_cannot_be_made(tmp_path, name):
+def test_a_folder_that_cannot_be_created(tmp_path, name):
     (tmp_path / "a_file").write_text("")
     with pytest.raises(CheckpointNotWrittenError, match=r"can't be written to .*a_file"):
         CheckpointDirectory(tmp_path / name).open()
@@ -391,18 +403,18 @@ def test_a_second_process_is_refused(run, run_python):
     assert ended.returncode
     assert f"CheckpointBusyError: process {os.getpid()} on" in ended.stderr
     run.close()
-    assert run_python(code).returncode == 0  # and that one is dead: its lock is nobody's
+    assert run_python(code).returncode == 0  # this process is dead, so its lock is free
     run.open()
 
 
-def test_a_lock_says_who_holds_it(tmp_path):
+def test_a_lock_names_its_holder(tmp_path):
     lock = Lock(tmp_path)
     assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on")
     lock.release()
 
 
 def test_a_second_directory_object_is_refused_the_folder(run):
-    (run.path / ".lock").read_text()  # POSIX's locks would end here
+    (run.path / ".lock").read_text()  # POSIX locks would be released here
     for _ in range(2):
         with pytest.raises(CheckpointBusyError, match="another callback of this process"):
             CheckpointDirectory(run.path).open()
@@ -426,17 +438,17 @@ def test_a_forked_process_does_not_have_the_lock(tmp_path):
     if not child:
         try:
             Lock(tmp_path)
-        except HeldError as error:
+        except LockedError as error:
             os._exit(7 if not error.here else 8)
         os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    with pytest.raises(HeldError):  # and its end hasn't ended it
+    with pytest.raises(LockedError):  # its end hasn't released the lock
         Lock(tmp_path)
     lock.release()
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "file", "pipe"])
-def test_a_lock_that_is_not_ours_is_left_alone(tmp_path, kind):
+def test_a_foreign_lock_is_left_alone(tmp_path, kind):
     precious = tmp_path / "precious"
     (tmp_path / "run").mkdir()
     lock = tmp_path / "run" / ".lock"
@@ -473,12 +485,12 @@ def contents(folder):
     return sorted(os.listdir(folder))
 
 
-def test_save_replaces_what_it_wrote_and_nothing_else(tmp_path):
+def test_save_replaces_only_its_own_files(tmp_path):
     save(tmp_path / "model", made(1))
     save(tmp_path / "model", made(2))
     assert read(tmp_path / "model").step == 2
     (tmp_path / "mine").mkdir()
-    with pytest.raises(CheckpointNotWrittenError, match="exists and is no checkpoint"):
+    with pytest.raises(CheckpointNotWrittenError, match="exists and isn't a tpufit checkpoint"):
         save(tmp_path / "mine", made(1))
 
 
@@ -493,7 +505,7 @@ def test_the_users_files_beside_a_saved_model_stay(tmp_path):
 
 
 def foreign(name):
-    """Make a folder that looks more or less like a checkpoint, but isn't one."""
+    """Create a folder that resembles a checkpoint, but isn't one."""
 
     def make(folder):
         save(folder, made(1))
@@ -510,7 +522,7 @@ def foreign(name):
             manifest = {"name": "a browser extension"}
         elif name == "list of files":
             manifest = {"format": 1, "files": {"tokenizer.json": {}}}
-        (folder / "manifest.json").write_text(sealed(manifest))
+        (folder / "manifest.json").write_text(seal(manifest))
 
     return make
 
@@ -519,11 +531,11 @@ FOREIGN = ["file missing", "other weights", "field missing", "field more", "no c
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_save_refuses_a_folder_that_is_not_wholly_ours(tmp_path, name):
+def test_save_refuses_a_folder_with_foreign_files(tmp_path, name):
     foreign(name)(tmp_path / "model")
     add_users_files(tmp_path / "model")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointNotWrittenError, match="exists and is no checkpoint"):
+    with pytest.raises(CheckpointNotWrittenError, match="exists and isn't a tpufit checkpoint"):
         save(tmp_path / "model", made(2))
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
@@ -534,7 +546,12 @@ def test_save_refuses_runs_files_and_links(tmp_path):
     save(tmp_path / "model", made(1))
     (tmp_path / "link").symlink_to("model")
     (tmp_path / "dangling").symlink_to("nothing")
-    for name, message in [("run", "no check"), ("file", "no check"), ("link", "is a link"), ("dangling", "is a link")]:
+    for name, message in [
+        ("run", "a tpufit checkpoint"),
+        ("file", "a tpufit checkpoint"),
+        ("link", "is a link"),
+        ("dangling", "is a link"),
+    ]:
         with pytest.raises(CheckpointNotWrittenError, match=message):
             save(tmp_path / name, made(2))
     assert read(tmp_path / "model").step == 1 and read(tmp_path / "run" / "step-0000000010").step == 10
@@ -542,7 +559,7 @@ def test_save_refuses_runs_files_and_links(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["pruned", "cleared"])
-def test_the_users_files_in_a_checkpoint_that_goes_stay(tmp_path, what):
+def test_the_users_files_in_a_pruned_checkpoint_stay(tmp_path, what):
     run = CheckpointDirectory(tmp_path / "run", keep_last=1 if what == "pruned" else None)
     run.open()
     add_users_files(run.write(made(10)))
@@ -558,9 +575,9 @@ def test_the_users_files_in_a_checkpoint_that_goes_stay(tmp_path, what):
     assert newest.step == 20 if what == "pruned" else newest is None
 
 
-def test_the_users_files_in_a_checkpoint_that_is_written_again_stay(run):
+def test_the_users_files_in_a_rewritten_checkpoint_stay(run):
     add_users_files(run.write(made(10)))
-    add_users_files(run.path / "step-0000000020")  # never a checkpoint, but for its name
+    add_users_files(run.path / "step-0000000020")  # a checkpoint only by its name
     for step in (10, 20):
         run.write(made(step, value=2))
         assert contents(run.path / f"step-{step:010}") == sorted([*FILES, *USERS])
@@ -576,7 +593,7 @@ def test_a_file_or_link_with_the_name_of_a_checkpoint_stays(run, tmp_path):
     assert (run.path / "step-0000000010").read_text() == "mine" and (run.path / "step-0000000020").is_symlink()
 
 
-def test_folders_that_look_like_a_killed_process_ones_stay(run):
+def test_folders_named_like_a_killed_processs_stay(run):
     names = [".step-0000000010.tmp-mine", ".step-0000000020.tmp-77", ".step-0000000030.old-77", ".mine.tmp-77"]
     for name in names:
         add_users_files(run.path / name)
@@ -589,22 +606,22 @@ def test_folders_that_look_like_a_killed_process_ones_stay(run):
 def test_the_users_files_in_a_checkpoint_that_was_moved_aside_stay(run):
     add_users_files(run.write(made(10)))
     (run.path / "step-0000000010").rename(run.path / ".step-0000000010.old-77")
-    run.write(made(10, value=2))  # killed right before the files went back
+    run.write(made(10, value=2))  # killed right before the files were moved back
     assert contents(run.path / "step-0000000010") == sorted([*FILES, *USERS])
     assert folders(run) == ["step-0000000010"] and not list(run.path.glob(".step*"))
 
 
-def test_a_run_that_holds_another_manifest_is_still_a_run(run):
+def test_a_run_with_an_unknown_manifest_is_still_a_run(run):
     (run.path / "manifest.json").write_text('{"name": "a browser extension"}')
     save_whole(run.path, 10)
-    assert named_checkpoint(run.path).step == 8
+    assert read_checkpoint_at(run.path).step == 8
 
 
 # Wrong content.
 
 
 def save_whole(folder, step):
-    """Put the checkpoint of a real training, of step 8, into a run's folder under the name of a step."""
+    """Put the checkpoint of a real training, of step 8, into a run's folder under the name of another step."""
     path = folder / f"step-{step:010}"
     with zipfile.ZipFile(Path(__file__).parent / "goldens" / "checkpoint-cores1.zip") as archive:
         archive.extractall(folder / "unpacked")
@@ -612,13 +629,13 @@ def save_whole(folder, step):
     (folder / "unpacked").rmdir()
     manifest = json.loads((path / "manifest.json").read_text())
     score = {"name": "val_loss", "value": 1 / step, "mode": "min"}
-    (path / "manifest.json").write_text(sealed(manifest | {"number": step, "metric": score}))
+    (path / "manifest.json").write_text(seal(manifest | {"number": step, "metric": score}))
     return path
 
 
 @pytest.fixture
 def two(tmp_path):
-    """A run's folder with two whole checkpoints, and the newer one."""
+    """A run's folder with two complete checkpoints, and the newer checkpoint."""
     save_whole(tmp_path, 1)
     return CheckpointDirectory(tmp_path), save_whole(tmp_path, 2)
 
@@ -638,13 +655,13 @@ def test_two_whole_checkpoints_are_read(two):
 
 @pytest.mark.parametrize("flips", [40, pytest.param(3000, marks=pytest.mark.soak)])
 @pytest.mark.filterwarnings("ignore")
-def test_a_flipped_bit_is_never_raw_and_never_silent(two, flips):
+def test_a_flipped_bit_always_gives_a_clear_error(two, flips):
     run, path = two
     draws = random.Random(flips)
-    good = read(run.path / "step-0000000001")  # of files that stay, as its tensors are read from there
+    good = read(run.path / "step-0000000001")  # of files that stay, because its tensors are read from there
     files = {name: (path / name).read_bytes() for name in FILES}
     for i in range(flips):
-        name = FILES[0] if i % 2 else draws.choice(FILES)  # most in the manifest: no other file says its hash
+        name = FILES[0] if i % 2 else draws.choice(FILES)  # most in the manifest: no other file contains its hash
         data = bytearray(files[name])
         data[draws.randrange(len(data))] ^= 1 << draws.randrange(8)
         (path / name).write_bytes(data)
@@ -652,9 +669,9 @@ def test_a_flipped_bit_is_never_raw_and_never_silent(two, flips):
             warnings.simplefilter("always")
             found = run.best(check_state) if i % 10 == 0 else run.newest(check_state)
         said = [str(warning.message) for warning in caught]
-        assert same(found, good), (name, said)  # both are of the same training
+        assert same(found, good), (name, said)  # both belong to the same training
         if not any("is damaged" in text and "step-0000000001" in text for text in said):
-            assert json.loads(data) == json.loads(files[name])  # a blank between two words of a manifest
+            assert json.loads(data) == json.loads(files[name])  # a space between two words of a manifest
         assert run.steps() == [1, 2]
         (path / name).write_bytes(files[name])
 
@@ -666,7 +683,7 @@ MANIFESTS = {
     "null": "null",
     "nested": DEEP,
     "no UTF-8": b"\xff\xfe\x00{}",
-    "a name twice": lambda m: sealed(m).replace('"step": 8', '"step": 7, "step": 8'),
+    "a name twice": lambda m: seal(m).replace('"step": 8', '"step": 7, "step": 8'),
     "no step": lambda m: m.pop("step") and None,
     "step of text": lambda m: m.update(step="8"),
     "step of nan": lambda m: m.update(step=math.nan),
@@ -703,26 +720,26 @@ def test_an_absurd_manifest_is_a_damaged_checkpoint(two, name):
     manifest = json.loads((path / "manifest.json").read_text())
     text = MANIFESTS[name]
     if callable(text):
-        text = text(manifest) or sealed(manifest)
+        text = text(manifest) or seal(manifest)
     (path / "manifest.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     for found in (run.newest, run.best):
-        with pytest.warns(UserWarning, match=r"manifest\.json.* damaged.*Going on from .*step-0000000001"):
+        with pytest.warns(UserWarning, match=r"manifest\.json.* damaged.*Resuming from .*step-0000000001"):
             assert found(check_state).step == 8
     run.write(made(3))  # as `resume=False` does
     assert sorted(set(run.steps()) - {1}) == [2, 3]
     with pytest.raises(CheckpointDamagedError):
-        named_checkpoint(path)
+        read_checkpoint_at(path)
 
 
 @pytest.mark.parametrize("kind", ["a folder", "a pipe", "a link to itself"])
-def test_a_manifest_that_is_no_file_is_a_damaged_checkpoint(two, kind):
+def test_a_manifest_that_isnt_a_file_is_a_damaged_checkpoint(two, kind):
     run, path = two
     manifest = path / "manifest.json"
     manifest.unlink()
     {"a folder": manifest.mkdir, "a pipe": lambda: os.mkfifo(manifest)}.get(
         kind, lambda: manifest.symlink_to("manifest.json")
     )()
-    with pytest.warns(UserWarning, match=r"manifest\.json.*Going on from .*step-0000000001"):
+    with pytest.warns(UserWarning, match=r"manifest\.json.*Resuming from .*step-0000000001"):
         assert run.newest(check_state).step == 8
 
 
@@ -764,7 +781,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_an_absurd_state_whose_hash_is_right_is_a_damaged_checkpoint(two, name):
+def test_an_absurd_state_with_a_right_hash_is_a_damaged_checkpoint(two, name):
     run, path = two
     text = STATES[name]
     if callable(text):
@@ -774,30 +791,30 @@ def test_an_absurd_state_whose_hash_is_right_is_a_damaged_checkpoint(two, name):
     (path / "state.json").write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["state.json"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (path / "manifest.json").write_text(sealed(manifest))
-    with pytest.warns(UserWarning, match=r"(is damaged|can't be what was written).*Going on from .*step-0000000001"):
+    (path / "manifest.json").write_text(seal(manifest))
+    with pytest.warns(UserWarning, match=r"(is damaged|is invalid).*Resuming from .*step-0000000001"):
         assert run.newest(check_state).step == 8
     with pytest.raises(CheckpointDamagedError):
-        named_checkpoint(path)
+        read_checkpoint_at(path)
 
 
-def test_the_best_is_not_none_where_no_manifest_can_be_read(two):
+def test_the_best_without_a_readable_manifest(two):
     run, path = two
     for folder in (path, run.path / "step-0000000001"):
         (folder / "manifest.json").write_text("{}")
     for found in (run.newest, run.best):
-        with pytest.raises(CheckpointDamagedError, match=r"none of the checkpoints .*names no format.*To start over"):
+        with pytest.raises(CheckpointDamagedError, match=r"none of the checkpoints .*has no format.*To start over"):
             found(check_state)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "training.safetensors"])
-def test_tensors_that_are_none_whose_hash_is_right(two, file):
+def test_invalid_tensors_with_a_right_hash(two, file):
     run, path = two
     (path / file).write_bytes(b"no tensors")
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][file] = {"size": 10, "sha256": hashlib.sha256(b"no tensors").hexdigest()}
-    (path / "manifest.json").write_text(sealed(manifest))
-    with pytest.warns(UserWarning, match=r"step-0000000002 is damaged: .*Going on from .*step-0000000001"):
+    (path / "manifest.json").write_text(seal(manifest))
+    with pytest.warns(UserWarning, match=r"step-0000000002 is damaged: .*Resuming from .*step-0000000001"):
         assert run.newest(check_state).step == 8
 
 
@@ -805,7 +822,7 @@ def test_tensors_that_are_none_whose_hash_is_right(two, file):
 
 
 class Slow(CheckpointDirectory):
-    """Its writes wait for the test, and fail if it says so."""
+    """Its writes wait for the test, and fail on request."""
 
     def __init__(self, path, events):
         super().__init__(path)
@@ -828,27 +845,27 @@ def full():
     return CheckpointNotWrittenError("the checkpoint of step 1 was not written: no room")
 
 
-def test_training_goes_on_while_it_writes(tmp_path):
+def test_training_continues_during_a_write(tmp_path):
     writes, (first, second) = writer(tmp_path, None, None)
     assert writes.submit(made(1)) is None
-    assert writes.poll() is None  # it is still at it
+    assert writes.poll() is None  # it is still writing
     first.set()
-    assert writes.submit(made(2)).name == "step-0000000001"  # the second one waited for the first
+    assert writes.submit(made(2)).name == "step-0000000001"  # the second save waited for the first
     second.set()
     assert writes.finish().name == "step-0000000002"
     assert writes.poll() is None
 
 
-def test_a_failure_is_a_warning_until_there_are_too_many(tmp_path):
+def test_failures_are_warnings_until_there_are_too_many(tmp_path):
     writes, events = writer(tmp_path, full(), None, full(), full(), max_failures=2)
     for event in events:
         event.set()
-    for step in (1, 2, 3):  # one success in between: they are counted in a row
+    for step in (1, 2, 3):  # a success in between: only consecutive failures count
         writes.submit(made(step))
         if step == 2:
             assert writes.wait().name == "step-0000000002"
         else:
-            with pytest.warns(UserWarning, match="no room. Training goes on"):
+            with pytest.warns(UserWarning, match="no room. Training continues"):
                 assert writes.wait() is None
     writes.submit(made(4))
     with pytest.raises(CheckpointNotWrittenError, match="no room"):
@@ -863,7 +880,7 @@ def test_the_last_failure_is_an_error(tmp_path):
         writes.finish()
 
 
-def test_a_fault_of_our_own_is_never_only_a_warning(tmp_path):
+def test_a_bug_is_never_only_a_warning(tmp_path):
     writes, (event,) = writer(tmp_path, ZeroDivisionError("oh"))
     event.set()
     writes.submit(made(1))

@@ -1,4 +1,4 @@
-"""The doctor: each check by the facts it goes by, and the whole of it on machines where something is wrong."""
+"""The doctor: each check by its facts, and whole reports of machines with faults."""
 
 import re
 import resource
@@ -12,10 +12,9 @@ from tpufit.checkup.facts import Facts, Pod, Process
 from tpufit.checkup.trial import ALL, Trial
 from tpufit.utils.hardware import CHIPS
 
-pytestmark = pytest.mark.usefixtures("warm_children")
-
 V3, V5E = CHIPS["0x0027"], CHIPS["0x0063"]
 GOOD = {"torch": "2.9.0", "torch_xla": "2.9.0"}
+TPU = {"torch": "2.13.0", "torch_tpu": "0.2.0", "libtpu": "0.0.51"}
 KAGGLE = {"torch": "2.8.0+cpu", "torch_xla": "2.8.0"}
 COMPILER = {**GOOD, "libtpu": "0.0.21", "jax": "0.7.1", "jaxlib": "0.7.1"}
 
@@ -24,7 +23,7 @@ def rows(**facts):
     return [row for check in CHECKS for row in check(Facts(**facts))]
 
 
-def test_a_sound_machine_has_nothing_to_be_cured():
+def test_a_sound_machine_has_no_findings():
     assert [row for row in rows() if row.status != "ok" or row.cure] == []
     trials = (Trial(1, "1 core", 2.0, 0.001, 5e9, 16 << 30), Trial(ALL, "8 cores", 3.0, 0.002, 5e9, 16 << 30))
     tpu = rows(versions={**GOOD, "libtpu": "0.0.21"}, chips=(V5E,) * 8, place="TPU VM", trials=trials)
@@ -42,7 +41,17 @@ def test_a_sound_machine_has_nothing_to_be_cured():
         ({"versions": {"torch": "2.8.0+cpu", "torch_xla": "2.8.0"}}, "torch and torch_xla", "ok", r"2\.8\.0\+cpu"),
         ({"versions": {**GOOD, "torch": "2.13.0"}}, "torch and torch_xla", "error", "pip install torch==2.9.0"),
         ({"versions": {**GOOD, "torch": "2.8.0"}}, "torch and torch_xla", "error", "pip install torch_xla==2.8.0$"),
-        ({"versions": {"torch": "2.9.0"}}, "torch and torch_xla", "error", "torch_xla is not installed"),
+        (
+            {"versions": {"torch": "2.9.0"}},
+            "torch and torch_xla",
+            "error",
+            r"without a runtime .*'tpufit\[xla\]' .*'tpufit\[tpu\]'",
+        ),
+        ({"versions": TPU}, "torch and torch_tpu", "ok", r"torch 2\.13\.0, torch_tpu 0\.2\.0$"),
+        ({"versions": TPU | {"torch": "2.9.0"}}, "torch and torch_tpu", "error", "works with torch 2.11 to 2.15"),
+        ({"versions": TPU | {"torch_xla": "2.9.0"}}, "torch and torch_xla", "error", "pip uninstall -y torch_xla$"),
+        ({"versions": TPU, "chips": (V5E,)}, "libtpu", "ok", "0.0.51$"),
+        ({"versions": TPU | {"libtpu": None}, "chips": (V5E,)}, "libtpu", "error", "pip install libtpu==0.0.51: "),
         ({"chips": (V3,) * 4}, "libtpu", "error", r"pip install libtpu==0\.0\.21(\.1)?: without"),
         ({"versions": {**GOOD, "libtpu": "0.0.21.1"}, "chips": (V5E,)}, "libtpu", "ok", "0.0.21.1$"),
         ({"versions": {**KAGGLE, "libtpu": "0.0.17"}, "chips": (V5E,)}, "libtpu", "ok", "0.0.17$"),
@@ -52,7 +61,7 @@ def test_a_sound_machine_has_nothing_to_be_cured():
             "warning",
             "torch_xla 2.8.0; if training doesn't start: pip install libtpu==0.0.17$",
         ),
-        # What works is not to be changed, whatever its number is, and without a TPU nobody needs it.
+        # A working installation isn't changed, whatever its versions, and without a TPU no runtime is needed.
         (
             {"versions": {**GOOD, "libtpu": "0.0.99"}, "chips": (V5E,), "trials": (Trial(1, "1 core", 2.0),)},
             "libtpu",
@@ -68,7 +77,7 @@ def test_a_sound_machine_has_nothing_to_be_cured():
         ({"versions": {**GOOD, "libtpu": "0.0.7"}}, "libtpu", "ok", "0.0.7$"),
         ({"versions": COMPILER}, "the TPU's compiler", "ok", "libtpu 0.0.21, jax 0.7.1, jaxlib 0.7.1$"),
         ({"versions": COMPILER | {"jax": "0.7.2", "jaxlib": "0.7.2"}}, "the TPU's compiler", "ok", "jaxlib 0.7.2$"),
-        ({"versions": COMPILER | {"jax": "0.8.0"}}, "the TPU's compiler", "ok", "jax 0.8.0.*; not tried"),
+        ({"versions": COMPILER | {"jax": "0.8.0"}}, "the TPU's compiler", "ok", "jax 0.8.0.*; untested"),
         ({"versions": {**GOOD, "jax": "0.7.1"}}, "the TPU's compiler", "warning", "libtpu missing"),
         (
             {"versions": {**COMPILER, "jaxlib": None}},
@@ -81,13 +90,16 @@ def test_a_sound_machine_has_nothing_to_be_cured():
         ({"environ": {"PJRT_DEVICE": "TPU"}}, "device", "error", "no TPU on the PCI bus.*unset it"),
         ({"environ": {"PJRT_DEVICE": "CPU"}, "chips": (V3,) * 4}, "device", "warning", "leaves the TPU idle"),
         ({"place": "Kaggle"}, "device", "warning", "Settings > Accelerator"),
+        ({"place": "Kaggle", "gpus": 2}, "device", "ok", "2 NVIDIA GPUs, of which training uses one"),
+        ({"versions": {"torch": "2.9.0"}, "gpus": 1}, "torch", "ok", "torch 2.9.0, which is enough for a GPU$"),
+        ({"versions": {"torch": "2.9.0"}, "gpus": 1, "chips": (V5E,)}, "torch and torch_xla", "error", "pip install"),
         ({"place": "Colab"}, "device", "warning", "Change runtime type"),
         ({"process": Process(pod=Pod(("a", "b", "c")))}, "hosts", "ok", "one of 3 hosts of a pod"),
         (
             {"process": Process(pod=Pod(("a", "b", "c"), missing=("b",)))},
             "hosts",
             "error",
-            "missing: b. Their names lead nowhere",
+            "missing: b. Their names can't be resolved",
         ),
         ({"process": Process(pod=Pod(doing="process 1 is gone"))}, "hosts now", "ok", "process 1 is gone"),
         (
@@ -102,12 +114,12 @@ def test_a_sound_machine_has_nothing_to_be_cured():
             "warning",
             "unset them, or the start",
         ),
-        ({"environ": {"TPU_VISIBLE_CHIPS": "0"}}, "environment", "warning", "not all cores are shown"),
+        ({"environ": {"TPU_VISIBLE_CHIPS": "0"}}, "environment", "warning", "this process doesn't see all cores"),
         ({"environ": {"XLA_USE_BF16": "1"}}, "environment", "warning", r"compile\(precision='bf16'\)"),
         ({"environ": {"XLA_AUTO_SPMD": "1"}}, "environment", "warning", "divides batches itself"),
         ({"environ": {"PT_XLA_DEBUG": "1"}}, "environment", "warning", "every step slow"),
-        ({"holders": {17: "python old.py"}}, "who holds the TPU", "error", "17 .python old.py.*doctor ends nothing"),
-        ({"holders": {1: "python me.py"}}, "who holds the TPU", "ok", "this process"),
+        ({"holders": {17: "python old.py"}}, "processes on the TPU", "error", "17 .python old.py.*doctor ends nothing"),
+        ({"holders": {1: "python me.py"}}, "processes on the TPU", "ok", "this process"),
         ({"process": Process(foreign=True)}, "this process", "warning", "xla_device"),
         ({"process": Process(settled="8 cores (XLA:TPU)")}, "this process", "ok", "computes on 8 cores"),
         ({"memory": {"RAM": 64 << 30, "the container (cgroup)": 1 << 30}}, "host memory", "error", "1 GiB by the cont"),
@@ -126,7 +138,7 @@ def test_a_sound_machine_has_nothing_to_be_cured():
             "error",
             "it hangs",
         ),
-        ({"trials": (Trial(1, failure="", status=-9),)}, "training on 1 core", "error", "want of host memory"),
+        ({"trials": (Trial(1, failure="", status=-9),)}, "training on 1 core", "error", "host memory ran out"),
         (
             {"chips": (V5E,), "trials": (Trial(1, "1 core", 1.0, 1.0, 2e8),)},
             "host to device and back",
@@ -143,13 +155,13 @@ def test_each_fault_has_its_row_and_its_cure(facts, name, status, says):
     assert table(found).row_count == 1
 
 
-def test_on_kaggle_fit_removes_them_itself():
+def test_on_kaggle_fit_removes_stale_variables():
     (row,) = [
         row
         for row in rows(place="Kaggle", chips=(V3,) * 4, environ={"CLOUD_TPU_TASK_ID": "0"})
         if row.name == "environment"
     ]
-    assert "fit removes the first two here" in row.cure
+    assert "here fit removes the first two" in row.cure
 
 
 DOCTOR = "import sys\nfrom tpufit.__main__ import main\nsys.exit(main(['doctor'{}]))"
@@ -157,7 +169,7 @@ LOOK = DOCTOR.format(", '--no-train'")
 
 
 @pytest.mark.slow
-def test_really_on_this_machine(run_python):
+def test_doctor_on_this_machine(run_python):
     process = run_python(DOCTOR.format(""), env={"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": None}, timeout=300)
     assert process.returncode == 0, process.stdout + process.stderr
     assert re.search(r"ok +training on 1 core +1 core \(XLA:CPU\): first step [\d.]+ s with compiling", process.stdout)
@@ -165,9 +177,9 @@ def test_really_on_this_machine(run_python):
     assert re.search(r"host to device and back +[\d.e+]+ GB/s", process.stdout)
 
 
-def test_really_with_old_variables(run_python):
+def test_doctor_with_stale_variables(run_python):
     process = run_python(LOOK, env={"XRT_TPU_CONFIG": "localservice;0;localhost:51011", "PJRT_DEVICE": None})
-    assert process.returncode == 0  # a warning is no failure
+    assert process.returncode == 0  # a warning isn't a failure
     assert re.search(r"warning +environment +XRT_TPU_CONFIG=localservice;0;localhost:51011", process.stdout)
 
 
@@ -187,16 +199,17 @@ metadata.distribution = distribution
 """
 
 
-def test_really_without_torch_xla(run_python):
+@pytest.mark.runtime("torch_xla")
+def test_doctor_without_torch_xla(run_python):
     process = run_python(HIDDEN + LOOK)
     assert process.returncode == 1, process.stderr
     assert re.search(r"error +torch and torch_xla +torch 2\.[89]\.0\S*, torch_xla missing", process.stdout)
-    assert re.search(r"pip install torch_xla==2\.[89]\.0", process.stdout)
+    assert re.search(r"Run: pip install ('tpufit\[xla\]'|torch_xla==2\.8\.0) ", process.stdout)
 
 
 @pytest.mark.slow
-def test_really_in_a_process_with_little_memory(run_python):
-    """So little that torch can't be loaded: the doctor itself runs, and a training that fails is a row."""
+def test_doctor_with_little_memory(run_python):
+    """So little memory that torch can't be imported: the doctor runs, and its failed training is a row."""
     limit = f"""
     import resource
     resource.setrlimit(resource.RLIMIT_AS, ({1 << 30}, {1 << 30}))
@@ -209,7 +222,7 @@ def test_really_in_a_process_with_little_memory(run_python):
 
 
 @pytest.mark.slow
-def test_really_when_this_process_computes_already(run_python):
+def test_doctor_while_this_process_uses_the_device(run_python):
     code = """
     import tpufit
     tpufit.init(cores=1)

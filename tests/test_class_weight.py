@@ -1,4 +1,4 @@
-"""`fit(class_weight=...)`: rows weigh by their class, looked up inside the step, whatever form the data have."""
+"""`fit(class_weight=...)` weights rows by their class, looked up inside the step, for data of any form."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def fit(model, cores, x=X, y=Y, **arguments):
 
 
 def plain(module, table=TABLE, x=X, y=Y, rows=None, epochs=2):
-    """The same in a plain loop; `rows` are weights of one's own."""
+    """The same training in a plain loop; `rows` are sample weights."""
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     x, y = torch.from_numpy(x), torch.from_numpy(y)
     weights = table[y] if rows is None else table[y] * torch.from_numpy(rows)
@@ -61,7 +61,7 @@ def assert_equal(model, expected):
 
 @on_cores
 @pytest.mark.parametrize("form", ["arrays", "loader", "iterable"])
-def test_data_of_any_form_equal_a_plain_loop(cores, form):
+def test_any_form_of_data_equals_a_plain_loop(cores, form):
     rows = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
     loader = DataLoader(rows, 32 // cores)
     data = {"arrays": (X, Y), "loader": (loader, None), "iterable": (list(loader), None)}[form]
@@ -77,7 +77,7 @@ def test_data_of_any_form_equal_a_plain_loop(cores, form):
 
 
 @on_cores
-def test_a_second_fit_takes_its_own_weights(cores):
+def test_a_second_fit_uses_its_own_weights(cores):
     module = net()
     model = compiled(module)
     expected = net()
@@ -92,13 +92,13 @@ def test_a_second_fit_takes_its_own_weights(cores):
     fit(model, cores)
     assert_equal(model, plain(expected, torch.ones(4)))
     before = runtime.counts()
-    fit(model, cores, class_weight=dict(WEIGHTS))  # equal to the first: its graphs are there
+    fit(model, cores, class_weight=dict(WEIGHTS))  # equal to the first: its graphs exist
     assert_equal(model, plain(expected))
     assert not (runtime.counts() - before).captures
 
 
 @on_cores
-def test_they_are_multiplied_with_sample_weight_and_leave_validation_alone(cores):
+def test_class_weights_multiply_sample_weights(cores):
     rows = GENERATOR.random(77).astype("float32")
     model = compiled(net(), metrics=["accuracy"], weighted_metrics=["accuracy"])
     history = fit(model, cores, sample_weight=rows, class_weight=WEIGHTS, validation_data=(X, Y))
@@ -112,7 +112,7 @@ def test_they_are_multiplied_with_sample_weight_and_leave_validation_alone(cores
 
 @on_cores
 @pytest.mark.parametrize("how", [{"steps_per_execution": 2}, {"jit_compile": False}, {"run_eagerly": True}])
-def test_however_the_steps_run(cores, how):
+def test_class_weights_in_every_mode_of_steps(cores, how):
     model = compiled(net(), **how)
     fit(model, cores, class_weight=WEIGHTS)
     assert_equal(model, plain(net()))
@@ -124,7 +124,7 @@ def test_however_the_steps_run(cores, how):
 )
 def test_balanced_weights_are_scikit_learns(cores, y):
     model = compiled(net())
-    x, held = np.concatenate([X, X]), np.zeros_like(Y)  # those to validate on don't count
+    x, held = np.concatenate([X, X]), np.zeros_like(Y)  # validation rows don't count
     both = np.concatenate([Y, held]) if y.ndim == 1 else np.concatenate([y, np.eye(4, dtype="float32")[held]])
     fit(model, cores, x=x, y=torch.from_numpy(both) if isinstance(y, torch.Tensor) else both, class_weight="balanced",
         validation_split=0.5)  # fmt: skip
@@ -132,7 +132,7 @@ def test_balanced_weights_are_scikit_learns(cores, y):
 
 
 @on_cores
-def test_an_empty_dict_is_none(cores):
+def test_an_empty_dict_means_no_weights(cores):
     model = compiled(net())
     fit(model, cores, class_weight={})
     assert_equal(model, plain(net(), torch.ones(4)))
@@ -146,7 +146,7 @@ def test_one_hot_targets(cores):
 
 
 @on_cores
-def test_tokens_weigh_by_their_own_classes(cores):
+def test_tokens_are_weighted_by_their_own_classes(cores):
     class Tagger(nn.Sequential):
         def forward(self, x):
             return super().forward(x).unflatten(1, (4, 5))
@@ -158,7 +158,7 @@ def test_tokens_weigh_by_their_own_classes(cores):
 
 
 @on_cores
-def test_a_step_of_ones_own_gets_them_as_sample_weight(cores):
+def test_a_custom_step_gets_class_weights_as_sample_weight(cores):
     class Own(tpufit.Model):
         def train_step(self, batch):
             x, y, sample_weight = batch
@@ -204,7 +204,7 @@ def test_mistakes():
         ):
             model.fit(data, class_weight="balanced")
     several = compiled(net(), {"a": "mse", "b": "mse"})
-    with pytest.raises(ArgumentError, match="one output only, and the loss has several: pass sample_weight"):
+    with pytest.raises(ArgumentError, match="a loss of one output, and this loss has several: pass sample_weight"):
         several.fit(X, Y, class_weight=WEIGHTS)
     weigh = ClassWeight({np.int64(1): np.float64(2.0)}).weigh
     with pytest.raises(ArgumentError, match="got y = None"):
@@ -213,5 +213,5 @@ def test_mistakes():
         weigh((X, {"a": torch.ones(2)}), HOST)
     with pytest.raises(ArgumentError, match=r"got floats of shape \(2, 3, 4\)"):
         weigh((X, torch.ones(2, 3, 4)), HOST)
-    with pytest.raises(ArgumentError, match="sample_weight is one tensor, got a list of 1"):
+    with pytest.raises(ArgumentError, match="sample_weight must be one tensor, got a list of 1"):
         weigh((X, torch.ones(2), [torch.ones(2)]), HOST)

@@ -1,4 +1,4 @@
-"""Varying lengths: padded to a few, and noticed when they are not."""
+"""Rows of different lengths are padded to a few lengths, and many shapes are reported."""
 
 import warnings
 
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tpufit.data import PadToBuckets
 from tpufit.errors import ArgumentError, DataError
-from tpufit.step.recompiles import ShapeWatch
+from tpufit.step.shape_watch import ShapeWatch
 from tpufit.utils.strict import Strict
 
 
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6))
-def test_each_batch_has_one_of_the_lengths_and_all_that_was_in_it(lengths):
+def test_each_batch_has_one_of_the_lengths_and_all_its_data(lengths):
     samples = [{"text": np.arange(1, n + 1), "label": n} for n in lengths]
     batch = PadToBuckets([5, 10, 20], padding={"text": 0, "label": 0})(samples)
     assert batch["text"].shape[1] == min(b for b in (5, 10, 20) if b >= max(lengths))
@@ -25,7 +25,7 @@ def test_each_batch_has_one_of_the_lengths_and_all_that_was_in_it(lengths):
         assert row[:n].tolist() == list(range(1, n + 1)) and not row[n:].any()
 
 
-def test_each_field_has_its_padding_and_none_leaves_it_alone():
+def test_each_field_has_its_own_padding():
     samples = [(torch.ones(2, 3), torch.ones(2), torch.ones(3, 8, 8)) for _ in range(2)]
     x, y, image = PadToBuckets([4], padding=(0.5, -100, None))(samples)
     assert x.shape == (2, 4, 3) and x[0, 3].tolist() == [0.5] * 3
@@ -42,7 +42,7 @@ def test_too_long_and_no_lengths_and_other_fields():
         PadToBuckets([4], padding=(0, 0))([torch.ones(2)])
 
 
-def test_many_shapes_are_said_once_with_the_field_and_both_shapes():
+def test_many_shapes_are_reported_once():
     watch = ShapeWatch("train")
     batches = [({"text": torch.zeros(4, n)}, torch.zeros(4)) for n in range(10)]
     with warnings.catch_warnings():
@@ -50,7 +50,7 @@ def test_many_shapes_are_said_once_with_the_field_and_both_shapes():
         for number in range(7):
             watch.note(number, batches[number], Strict())
             watch.note(number, batches[number], Strict())
-    with pytest.warns(UserWarning, match=r"8 so far.*x\['text'\] had the shape \(4, 6\), and now \(4, 7\)"):
+    with pytest.warns(UserWarning, match=r"batches of 8 shapes.*x\['text'\] had the shape \(4, 6\), and now \(4, 7\)"):
         watch.note(7, batches[7], Strict())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""Data: each form gives the same rows, in order or shuffled as a function of (seed, epoch), each exactly once."""
+"""Each form of data gives the same rows, in order or shuffled by (seed, epoch), each exactly once."""
 
 from collections import namedtuple
 
@@ -53,7 +53,7 @@ def test_every_row_exactly_once(rows, batch_size, cores, shuffle, form):
     }
     if form in own_batches:
         data = stream(own_batches[form], cores=cores, shuffle=shuffle)
-        shuffle = False  # never, whatever is asked
+        shuffle = False  # never, whatever `shuffle` is
     else:
         given_data = {
             "arrays": (x, y),
@@ -70,7 +70,7 @@ def test_every_row_exactly_once(rows, batch_size, cores, shuffle, form):
         assert sum(seen, []) == list(range(rows))
 
 
-def test_order_is_a_function_of_seed_and_epoch_and_not_of_the_cores():
+def test_order_depends_on_seed_and_epoch_but_not_on_cores():
     def flat(cores, batch_size, seed, epoch):
         data = stream(np.arange(50.0), np.arange(50), batch_size=batch_size, cores=cores, shuffle=True, seed=seed)
         return sum(targets(data, epoch), [])
@@ -79,7 +79,7 @@ def test_order_is_a_function_of_seed_and_epoch_and_not_of_the_cores():
     assert len({tuple(flat(1, 16, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
 
 
-def test_a_dataset_and_arrays_are_shuffled_alike():
+def test_a_dataset_and_arrays_have_the_same_order():
     arrays = stream(np.arange(20.0), np.arange(20), batch_size=4, shuffle=True, seed=5)
     dataset = stream(Rows(20), batch_size=4, shuffle=True, seed=5)
     assert targets(arrays, 2) == targets(dataset, 2)
@@ -100,7 +100,7 @@ def test_a_loader_keeps_its_sampler_collate_and_drop_last():
     assert targets(stream(loader, cores=2)) == [[90, 80, 70, 60, 50, 40], [30, 20, 10]]  # row 0 is the user's own loss
 
 
-def test_a_loader_with_a_batch_sampler_of_its_own():
+def test_a_loader_with_a_custom_batch_sampler():
     loader = DataLoader(Rows(7), batch_sampler=[[0, 1], [2], [3, 4, 5], [6]])
     assert targets(stream(loader, cores=2)) == [[0, 1, 2], [3, 4, 5, 6]]
 
@@ -110,7 +110,7 @@ def test_batches_of_an_iterable_are_joined_and_a_short_group_is_kept():
     assert targets(stream(batches, cores=2)) == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4]]
 
 
-def test_any_nest_is_joined_with_strings_left_on_the_host():
+def test_nests_are_joined_and_strings_stay_on_the_host():
     Pair = namedtuple("Pair", "left right")
     batches = [
         ({"a": np.ones((2, 3)), "names": ["x", "y"]}, Pair(torch.zeros(2), [torch.zeros(2, 1)])),
@@ -121,7 +121,7 @@ def test_any_nest_is_joined_with_strings_left_on_the_host():
     assert type(y) is Pair and y.left.shape == (3,) and y.right[0].shape == (3, 1)
 
 
-def test_a_named_tuple_is_its_fields_in_order():
+def test_a_named_tuple_means_its_fields_in_order():
     Batch = namedtuple("Batch", "image label")
     assert unpack(Batch(1, 2)) == (1, 2, None)
     x, y = np.arange(6.0), np.arange(6)
@@ -133,14 +133,14 @@ def test_a_named_tuple_is_its_fields_in_order():
     assert type(inputs) is Batch
 
 
-def test_the_first_batch_can_be_looked_at():
+def test_the_first_batch_can_be_inspected():
     data = stream(DataLoader(Rows(6), 2, shuffle=True))
     before = torch.get_rng_state()
-    looked_at = data.first()[1].tolist()
+    looked_at = data.read_first()[1].tolist()
     assert torch.equal(torch.get_rng_state(), before) and targets(data)[0] == looked_at
-    assert stream(np.arange(3.0)).first()[0].tolist() == [0, 1, 2]
+    assert stream(np.arange(3.0)).read_first()[0].tolist() == [0, 1, 2]
     batches = iter([(np.ones(2), np.ones(2))])
-    assert stream(batches).first() is None and len(list(batches)) == 1
+    assert stream(batches).read_first() is None and len(list(batches)) == 1
 
 
 def test_dtypes():
@@ -157,7 +157,7 @@ def test_dtypes():
     assert x.dtype is torch.bfloat16
 
 
-def test_steps_go_on_where_the_last_epoch_stopped_as_in_keras():
+def test_steps_continue_after_the_last_epoch_as_in_keras():
     data = stream(np.arange(5.0), np.arange(5), batch_size=1, steps=3)
     assert targets(data, 0) == [[0], [1], [2]]
     with pytest.warns(UserWarning, match="x ran out of data after 2 of 3 steps"):
@@ -165,7 +165,7 @@ def test_steps_go_on_where_the_last_epoch_stopped_as_in_keras():
     assert targets(data, 2) == [[0], [1], [2]]
 
 
-def test_steps_of_an_evaluation_start_anew():
+def test_steps_of_an_evaluation_start_at_the_first_row():
     data = stream(np.arange(5.0), np.arange(5), batch_size=1, steps=3, restart=True)
     assert [targets(data, e) for e in range(2)] == [[[0], [1], [2]]] * 2
 
@@ -175,7 +175,7 @@ def test_endless_data_need_steps():
     assert [targets(data, e) for e in range(2)] == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 10, 11], [12, 13, 14, 15]]]
 
 
-def test_a_generator_can_be_read_once_and_says_so():
+def test_a_generator_can_be_read_only_once():
     data = stream((np.ones(2), np.ones(2)) for _ in range(2))
     assert len(targets(data)) == 2
     with pytest.raises(DataError, match="only once"):
@@ -214,12 +214,12 @@ def test_bad_data(data, message):
         (lambda: train_validation_split(iter([1]), None, None, 0.5), "arrays or a map-style dataset"),
     ],
 )
-def test_arguments_that_do_not_go_together(data, message):
+def test_incompatible_arguments(data, message):
     with pytest.raises(ArgumentError, match=message):
         data()
 
 
-def test_a_batch_size_for_an_iterable_is_said_to_be_useless():
+def test_a_batch_size_for_an_iterable_is_a_warning():
     with pytest.warns(UserWarning, match="makes its own batches"):
         stream([(np.ones(2), np.ones(2))], batch_size=4)
 
@@ -232,13 +232,27 @@ def test_the_last_rows_are_held_out():
     assert len(train) == 7 and [held[i][1] for i in range(3)] == [7, 8, 9]
 
 
-def test_holding_out_everything_or_nothing():
+def test_rows_of_a_tensor_dataset_are_held_out_as_arrays():
+    train, _, _, held = train_validation_split(TensorDataset(torch.arange(10), torch.arange(10)), None, None, 0.3)
+    assert next(stream(train, batch_size=8).epoch(0))[0].tolist() == list(range(7))
+    assert next(stream(held, batch_size=8).epoch(0))[1].tolist() == [7, 8, 9]
+
+
+def test_a_tensor_dataset_with_items_of_its_own_is_read_by_them():
+    class Doubled(TensorDataset):
+        def __getitem__(self, i):
+            return 2 * self.tensors[0][i]
+
+    assert next(stream(Doubled(torch.arange(3))).epoch(0)).tolist() == [0, 2, 4]
+
+
+def test_holding_out_all_rows_or_none():
     with pytest.raises(DataError, match="leaves none"):
         train_validation_split(np.ones(1), np.ones(1), None, 0.5)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("width", [1, 3000])  # of one, 64 batches are looked up at once; of the other, a few
+@pytest.mark.parametrize("width", [1, 3000])  # of `one`, 64 batches are looked up at once; of the other, a few
 def test_arrays_are_looked_up_many_batches_at_once(shuffle, width):
     rows, size = 1003, 7
     x, y = np.arange(rows, dtype=np.float32)[:, None].repeat(width, 1), np.arange(rows)

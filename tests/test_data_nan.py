@@ -1,4 +1,4 @@
-"""NaN in data is said once, by the host, which sees it before a step computes with it."""
+"""NaN in data is reported once, by the host, before a step computes with it."""
 
 import re
 import warnings
@@ -41,12 +41,12 @@ def said(made, epochs=2):
         (lambda: stream([(torch.ones(3, 2), np.array([0, np.nan, 0]))]), "^y has NaN, first in row 1 of batch 1: "),
     ],
 )
-def test_it_is_said_once(made, says):
+def test_nan_is_reported_once(made, says):
     (message,) = said(made())
     assert re.search(says, message)
 
 
-def test_later_epochs_are_not_looked_through():
+def test_later_epochs_are_not_searched():
     x, y = torch.ones(4, 3), torch.zeros(4)
     made = stream([(x, y)])
     assert said(made, 1) == []
@@ -55,12 +55,12 @@ def test_later_epochs_are_not_looked_through():
 
 
 @pytest.mark.parametrize("x", [torch.tensor([[float("inf"), -float("inf")]] * 4), torch.ones(4, 2, dtype=torch.long)])
-def test_nothing_else_is_said(x):
+def test_no_other_message(x):
     assert said(stream(x)) == []
 
 
 @pytest.mark.cores(1, 8)
-def test_a_training_on_nan_says_so_at_the_users_line(cores):
+def test_a_training_on_nan_warns_at_the_users_line(cores):
     x, y = data(16)
     model = tpufit.Model(nn.Linear(3, 1))
     model.compile("sgd", "mse")

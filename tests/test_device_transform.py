@@ -1,4 +1,4 @@
-"""A data set's `device_transform` runs inside the step's graph, in every role, and is never mistaken for another."""
+"""A data set's `device_transform` runs inside the step's graph, in every role, and isn't confused with another."""
 
 from queue import SimpleQueue
 
@@ -30,7 +30,7 @@ class Images(Dataset):
 
 class Normalise:
     def __init__(self):
-        self.calls = SimpleQueue()  # a count in plain sight would be found out, and the steps traced
+        self.calls = SimpleQueue()  # an ordinary count would be detected, and the steps traced
 
     def __call__(self, batch):
         self.calls.put(1)
@@ -51,7 +51,7 @@ def make():
 
 
 @pytest.mark.parametrize("form", ["dataset", "loader"])
-def test_it_gives_what_the_host_would(cores, form):
+def test_it_equals_the_transform_on_the_host(cores, form):
     normalise = Normalise()
     data = Images(normalise)
     data = data if form == "dataset" else DataLoader(data, batch_size=16 // cores)
@@ -66,7 +66,7 @@ def test_it_gives_what_the_host_would(cores, form):
     ).history
     for name, values in expected.items():
         assert history[name] == pytest.approx(values, abs=1e-6)
-    # Traced twice for each of two shapes, in training and validation, and once to look at the validation data.
+    # Traced twice for each of two shapes, in training and validation, and once to inspect the validation data.
     assert calls == 4 * 2 + 1 + audits
     np.testing.assert_allclose(
         model.predict(data, size, verbose=0), plain.predict(floats, 16 // cores, verbose=0), atol=1e-5
@@ -76,7 +76,7 @@ def test_it_gives_what_the_host_would(cores, form):
     )
 
 
-def test_random_augmentation_is_drawn_anew_for_each_step_and_the_same_again(cores):
+def test_random_augmentation_differs_by_step_and_repeats(cores):
     def flip(batch):
         x, y = batch
         mirrored = torch.rand(len(x), 1, 1, 1, device=x.device) < 0.5

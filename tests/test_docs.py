@@ -1,4 +1,4 @@
-"""The documentation: its programs run as a reader runs them, its links lead somewhere, and no name is missing."""
+"""The documentation: its programs run, its links have targets, and no public name is missing."""
 
 import ast
 import importlib
@@ -14,10 +14,10 @@ from pages import ROOT, SITE, Page, pages
 
 PAGES = {page.name: page for page in pages()}
 WITH_PROGRAMS = [name for name, page in PAGES.items() if page.program or page.files]
-# What a newcomer meets first, which is the same program on both: `make test` tries the README's, `make soak` the rest.
+# The first program for newcomers, which both pages share: `make test` runs the README's, `make soak` the others.
 FIRST = {"README.md", "index.md"}
-CHOSEN = "WARNING:root:Defaulting to PJRT_DEVICE=CPU\n"  # torch_xla says so to whoever sets nothing
-# These, and what imports torch_xla or comes before it, run in a new Python with nothing set: what it says is heard.
+CHOSEN = "WARNING:root:Defaulting to PJRT_DEVICE=CPU\n"  # torch_xla prints this if no variable is set
+# These programs, and programs that import torch_xla, run in a new Python without variables, so that its output shows.
 ANEW = FIRST | {"howto/from-torch-xla.md", "howto/hugging-face.md", "howto/timm.md"}
 NEEDS_PREFLIGHT = {"guides/preflight.md", "guides/large-models.md"}
 
@@ -31,14 +31,14 @@ def parameters():
 
 
 def without_numbers(text):
-    """Lines to compare: times and the last digits differ from machine to machine, and widths with them."""
+    """Return lines for comparison: times, last digits and widths differ between machines."""
     number = re.compile(r"\d[\d,]*(\.\d+)?(e-\d+)?")
-    waited = re.compile(r" - waited for data: \d+%$", re.M)  # as it may on a busy machine
+    waited = re.compile(r" - waited for data: \d+%$", re.M)  # as may happen on a busy machine
     return [re.sub(r"\s+", " ", number.sub("N", line)).strip() for line in waited.sub("", text).splitlines()]
 
 
 @pytest.mark.parametrize("name", list(parameters()))
-def test_the_programs_of_a_page_run_and_print_what_it_says(run_python, tmp_path, name):
+def test_the_programs_of_a_page_print_its_output(run_python, tmp_path, name):
     page = PAGES[name]
     output = ""
     for number, (title, code) in enumerate({**page.files, "": page.program}.items()):
@@ -49,7 +49,7 @@ def test_the_programs_of_a_page_run_and_print_what_it_says(run_python, tmp_path,
         environment = {"TQDM_DISABLE": "1"}
         if name in ANEW:
             environment["PJRT_DEVICE"] = None
-        if name in FIRST:  # only these are compiled for long
+        if name in FIRST:  # only these compile for long
             environment["XLA_FLAGS"] = xla_flags.as_users_have_it() or None
         run = f"import runpy, sys; sys.argv = [{str(path)!r}]; runpy.run_path({str(path)!r}, run_name='__main__')"
         process = run_python(run, timeout=600, env=environment)
@@ -83,7 +83,7 @@ def test_other_code_on_a_page_is_python(name):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_links_of_a_page_lead_somewhere(name):
+def test_the_links_of_a_page_have_targets(name):
     page = PAGES[name]
     for link in page.links:
         if re.match(r"https?://", link):
@@ -97,17 +97,17 @@ def test_the_links_of_a_page_lead_somewhere(name):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_files_that_a_page_names_are_there(name):
+def test_files_that_a_page_names_exist(name):
     named = re.findall(r"\b(?:examples|docs|tests|callbacks|tpufit)/[\w/]+\.\w+", PAGES[name].text)
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name not in ("benchmarks.md", "README.md")])
-def test_proofs_stay_out_of_the_pages(name):
+def test_pages_dont_mention_tests(name):
     assert re.findall(r"test_\w+\.py", PAGES[name].text) == []
 
 
-def test_the_proofs_of_the_readmes_promises_are_there():
+def test_the_proofs_of_the_readmes_promises_exist():
     tests = ROOT / "tests"
     cited = re.findall(r"`([\w/]+)(\.py)?(?:::(\w+))?`", (tests / "README.md").read_text().partition("| --- |")[2])
     files = [(f"{name}{ending}", test) for name, ending, test in cited if (tests / f"{name}{ending}").exists()]
@@ -127,12 +127,12 @@ def test_every_example_is_on_their_page():
     assert found == {link.rpartition("/")[2] for link in PAGES["examples.md"].links}
 
 
-def test_the_readme_is_a_screen_or_two():
+def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def public_names():
-    """All that a user may import, by its full name."""
+    """Return all names that a user may import, in full."""
     for module in ("tpufit", "tpufit.callbacks", "tpufit.data"):
         names = importlib.import_module(module).__all__
         yield from (f"{module}.{name}" for name in names if not name.startswith("__"))
@@ -149,9 +149,10 @@ def public_names():
 def test_every_public_name_is_in_the_reference():
     shown = re.findall(r"^::: (\S+)$", "\n".join(path.read_text() for path in SITE.glob("reference/*.md")), re.M)
     assert len(shown) == len(set(shown))
-    # A function that has its module's name: by the shorter one the whole module would be shown.
+    # A function with its module's name: by the shorter name the whole module would be shown.
     shown = [name.replace("tpufit.data.stream.stream", "tpufit.data.stream") for name in shown]
-    inner = {"tpufit.diagnostics.plots.new_axes", "tpufit.preflight.report.price", "tpufit.preflight.report.status_of"}
+    inner = {f"tpufit.diagnostics.plots.{name}" for name in ("close", "new_axes", "require_matplotlib")}
+    inner |= {"tpufit.preflight.report.price", "tpufit.preflight.report.status_of"}
     assert sorted({*public_names()} - inner - {*shown}) == []
 
 

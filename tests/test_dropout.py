@@ -1,4 +1,4 @@
-"""Dropout of our own: bits by the place of each number, the rate that was asked for, and no row of another core."""
+"""tpufit's dropout: bits by the index of each element, the requested rate, and only the rows of the own core."""
 
 from contextlib import contextmanager
 
@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 import tpufit
 from tpufit.runtime import devices, placement_on
-from tpufit.runtime.kinds import traced_for
-from tpufit.runtime.ops.dropout import drawing, left
-from tpufit.runtime.ops.kernels import own_kernels
-from tpufit.runtime.trace_seeds import Draw, TraceSeeds
+from tpufit.runtime.driver import driver
+from tpufit.runtime.ops.dropout import compute_keep_mask
+from tpufit.runtime.ops.kernels import replace_kernels
+from tpufit.runtime.trace_context import tracing_with
+from tpufit.runtime.trace_seeds import Draw
 from tpufit.utils.random import step_seed
 
 
@@ -27,10 +28,11 @@ def device(cores):
 
 @contextmanager
 def of_a_step(cores, seed=0):
-    """The kernels of a step, and its random numbers."""
-    seeds = TraceSeeds(placement(cores).device_name, [seed])
+    """Use the kernels and random numbers of a step, and run backward passes in this thread, as a trace does."""
+    seeds = driver().trace_seeds(placement(cores), [seed])
     seeds(0)
-    with own_kernels(), drawing(seeds.draw):
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with one_thread, replace_kernels(), tracing_with(draw=seeds.draw):
         yield
 
 
@@ -42,14 +44,14 @@ def mixed(x):
 
 
 def bits(seed, number, shape):
-    """32 bits for each number of an array."""
+    """Return 32 bits for each element of an array."""
     added, flipped = np.array([step_seed(0, number) ^ seed], "<u8").view("<u4")
     places = np.arange(np.prod(shape, dtype=int), dtype=np.uint32)
     return mixed(mixed(places + added) ^ flipped).reshape(shape)
 
 
-def test_bits_tell_nothing_of_each_other():
-    """Of places beside each other, of rows, and of what was drawn before: each pair of bits is 1 in a quarter."""
+def test_bits_are_independent():
+    """For adjacent elements, for rows, and for consecutive draws: both bits of a pair are set in a quarter of cases."""
     seed, shape = step_seed(3, 0), (256, 4096)
     one = bits(seed, 0, shape)
     pairs = [
@@ -72,24 +74,25 @@ def test_bits_tell_nothing_of_each_other():
 
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("shape", [(16,), (8, 7), (8, 3, 16), (2, 3, 5, 4), (8, 1)], ids=str)
-def test_the_bits_are_told_by_seed_number_and_place(cores, shape):
+def test_bits_depend_on_seed_number_and_index(cores, shape):
     for seed, number in ((0, 0), (step_seed(0, 0), 1), (2**63 - 1, 70)):
         draw = Draw(torch.tensor(seed, device=device(cores)), number)
-        assert (left(draw, shape, 1 << 30).cpu().numpy() == (bits(seed, number, shape) >= 1 << 30)).all()
+        assert (compute_keep_mask(draw, shape, 1 << 30).cpu().numpy() == (bits(seed, number, shape) >= 1 << 30)).all()
 
 
 @pytest.mark.cores(1)
-def test_rows_of_more_than_all_words_differ(cores):
-    """Of 2^31 numbers in a row, every second row begins again with the same places."""
+@pytest.mark.runtime("torch_xla")  # TorchTPU would store all 2^33 elements
+def test_rows_of_more_than_2_32_elements_differ(cores):
+    """With 2^31 elements in a row, the indices repeat in every second row."""
     draw = Draw(torch.tensor(5, device=device(cores)), 0)
-    some = left(draw, (6, 1 << 31), 1 << 31)[:, :: 1 << 24].cpu().double()
+    some = compute_keep_mask(draw, (6, 1 << 31), 1 << 31)[:, :: 1 << 24].cpu().double()
     assert some.corrcoef().fill_diagonal_(0).abs().max() < 5 * some.shape[1] ** -0.5
 
 
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.02, 0.005, 0.999])
-def test_it_drops_the_share_that_was_asked_for_and_scales_the_rest(cores, rate, dtype):
+def test_it_drops_the_requested_share_and_scales_the_rest(cores, rate, dtype):
     x = torch.full((512, 2048), 3.0, dtype=dtype, device=device(cores))
     with of_a_step(cores):
         y = F.dropout(x, rate, True).cpu().double()
@@ -100,7 +103,7 @@ def test_it_drops_the_share_that_was_asked_for_and_scales_the_rest(cores, rate, 
 
 
 @pytest.mark.cores(1)
-def test_gradients_go_where_values_went(cores):
+def test_gradients_are_dropped_where_values_are(cores):
     x = torch.randn(8, 16, device=device(cores), requires_grad=True)
     with of_a_step(cores):
         y = F.dropout(x, 0.5, True)
@@ -126,7 +129,7 @@ def test_whole_channels_are_dropped(cores, layer):
 
 @pytest.mark.cores(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_stochastic_depth_has_the_rate_too(cores, dtype):
+def test_stochastic_depth_has_the_requested_rate(cores, dtype):
     before = torch.Tensor.bernoulli_
     x = torch.empty(1 << 20, 1, dtype=dtype, device=device(cores))
     with of_a_step(cores):
@@ -135,7 +138,7 @@ def test_stochastic_depth_has_the_rate_too(cores, dtype):
 
 
 @pytest.mark.cores(1)
-def test_the_rest_is_pytorchs(cores):
+def test_other_calls_use_pytorchs_dropout(cores):
     x = torch.arange(1.0, 9, device=device(cores))
     with of_a_step(cores):
         for rate, training in ((0.0, True), (0.5, False)):
@@ -168,17 +171,17 @@ class Attending(nn.Module):
 
 
 @pytest.mark.cores(1, 8)
-def test_attention_that_keeps_signs_drops_what_one_with_a_mask_drops(cores):
+def test_narrow_attention_drops_the_same_weights(cores):
     x, y = np.random.default_rng(0).normal(size=(2, 16, 256, 16)).astype("float32")
 
     def moved(kind, seed):
-        """How a training moves a weight, as it is traced for a kind of core."""
+        """Return a weight after a training that is traced for a kind of core."""
         torch.manual_seed(0)
         model = tpufit.Model(Attending())
         before = model.get_weights()[0]
         model.compile(torch.optim.SGD(model.module.parameters(), 0.3), "mse", precision="bf16", scale_lr=None)
         torch.manual_seed(seed)
-        with traced_for(kind):
+        with tracing_with(kind=kind):
             model.fit(x, y, 8 // cores, 3, shuffle=False, verbose=0, cores=cores)
         return model.get_weights()[0] - before
 

@@ -1,4 +1,4 @@
-"""Moving averages of the weights are Keras's, kept by the step itself on any number of cores."""
+"""Moving averages of the weights equal Keras's, and are computed in the step on any number of cores."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ def net():
 
 
 def on_the_host(momentum, every=None, epochs=2):
-    """The weights and their averages after each epoch. The first average is the weights after the first step."""
+    """Return the weights and their averages after each epoch. The first average is the weights after the first step."""
     module, averages, steps, seen = net(), {}, 0, []
     optimizer = SGD(module.parameters())
     for _ in range(epochs):
@@ -90,12 +90,12 @@ def test_fit_ends_with_the_averages(cores):
     assert counts.graphs["train"] == 2 and counts.host_reads == 0 and not counts.fallbacks
 
 
-def test_the_weights_become_the_averages_every_so_often(cores):
+def test_averages_overwrite_weights_periodically(cores):
     keep = Keep("on_epoch_end")
     _, counts = fit(cores, [keep], ema_overwrite_frequency=4)
     for (weights, _), kept in zip(on_the_host(0.8, every=4), keep.kept, strict=True):
         assert_close(weights, kept)
-    assert counts.graphs["train"] <= 4  # a batch and the last one, each with and without
+    assert counts.graphs["train"] <= 4  # a batch and the last batch, each with and without an overwrite
 
 
 def test_validation_with_the_averages(cores):
@@ -120,7 +120,7 @@ def test_epochs_may_end_with_the_averages_in_place(cores):
     assert_close(expected[-1][1], model.state_dict())
 
 
-def test_a_second_fit_goes_on_averaging(cores):
+def test_a_second_fit_continues_the_averages(cores):
     model, _ = fit(cores, epochs=1)
     first = model.state_dict()
     model.fit(X, Y, 16 // cores, 1, verbose=0, shuffle=False)

@@ -1,4 +1,4 @@
-"""A compiled model's programs and state: what each `fit` and each `compile` begins with, and what is undone."""
+"""A compiled model's programs and state: at the start of each `fit` and `compile`, and after a trial step."""
 
 import pytest
 import torch
@@ -9,6 +9,8 @@ import tpufit
 from tpufit import runtime
 from tpufit.backend import HOST, Cores
 from tpufit.errors import ArgumentError
+from tpufit.runtime.aliases import is_shared_elsewhere, storage_of
+from tpufit.runtime.driver import driver
 from tpufit.step.engine import FitOptions
 from tpufit.step.runner import StepRunner
 
@@ -26,7 +28,7 @@ def make(**arguments):
 
 
 def engine(cores, **arguments):
-    """The engine of a model that is compiled, on its cores."""
+    """Return the engine of a compiled model, on its cores."""
     return engine_on(cores, make(**arguments))
 
 
@@ -46,7 +48,7 @@ def equal(some, others):
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-def test_inside_fit_the_seed_of_an_evaluation_is_a_function_of_the_run():
+def test_inside_fit_an_evaluations_seed_depends_on_the_run():
     own, other = engine_of(make()), engine_of(make())
     for one in (own, other):
         one.begin_fit(None, FitOptions(fitting=True), seed=7)
@@ -58,7 +60,7 @@ def test_inside_fit_the_seed_of_an_evaluation_is_a_function_of_the_run():
     assert other.seed_of_pass() not in first
 
 
-def test_outside_of_fit_it_is_drawn_from_pytorchs_generator():
+def test_outside_of_fit_the_seed_is_from_pytorchs_generator():
     own = engine_of(make())
     torch.manual_seed(5)
     first, second = own.seed_of_pass(), own.seed_of_pass()
@@ -75,7 +77,7 @@ def test_a_trial_is_undone_and_its_graphs_are_not_kept(cores):
         assert not equal(before, weights(own)) and own.state.numbers.step == 2
         raise ZeroDivisionError
     assert equal(before, weights(own)) and own.state.numbers.step == traced == 1
-    with own.trial():  # whose values are still held when it ends
+    with own.trial():  # its values are still held at the end
         step(own)
     assert equal(before, weights(own)) and own.state.numbers.step == 1
     assert own.roles["train"].program is None
@@ -84,20 +86,20 @@ def test_a_trial_is_undone_and_its_graphs_are_not_kept(cores):
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("linear", 8.0), ("sqrt", 8**0.5), (None, 1.0)])
-def test_rates_are_scaled_by_the_cores_and_those_before_are_told(scaling, factor):
+def test_rates_are_scaled_by_cores_and_the_base_is_reported(scaling, factor):
     own = engine_of(make(scale_lr=scaling))
     rate = own.model.optimizer.param_groups[0]["lr"]
     assert own.scale_rates(8) == [rate] and own.model.optimizer.param_groups[0]["lr"] == pytest.approx(rate * factor)
 
 
-def test_eager_steps_run_on_the_host_and_on_one_host_only(cores):
+def test_eager_steps_run_on_a_single_host(cores):
     own = engine_of(make(run_eagerly=True))
     assert own.place_on(runtime.start(cores, "test")) is HOST
     with pytest.raises(ArgumentError, match="run_eagerly=True runs on one host's processor, and this is one of sev"):
         own.place_on(Cores(8, 0, "CPU", "test", hosts=2))
 
 
-def test_the_next_compile_keeps_the_weights_in_place_and_the_count_of_steps(cores):
+def test_the_next_compile_keeps_weights_and_the_count_of_steps(cores):
     own = engine(cores)
     step(own)
     before = weights(own)
@@ -108,7 +110,7 @@ def test_the_next_compile_keeps_the_weights_in_place_and_the_count_of_steps(core
     assert after.observed.formats is None and after.observed.shapes == own.observed.shapes
 
 
-def test_a_fit_begins_with_an_empty_record(cores):
+def test_a_fit_starts_with_empty_counts(cores):
     own = engine(cores)
     step(own)
     own.log.first_bad_step = 4
@@ -120,7 +122,7 @@ def test_a_fit_begins_with_an_empty_record(cores):
 
 
 class Grows(nn.Linear):
-    """Gets a buffer at the first batch of 16 rows."""
+    """Gets a buffer in the first batch of 16 rows."""
 
     def forward(self, x):
         if len(x) == 16 and not hasattr(self, "shift"):
@@ -129,7 +131,7 @@ class Grows(nn.Linear):
         return y + self.shift if hasattr(self, "shift") else y
 
 
-def test_graphs_without_state_that_came_later_are_not_replayed_with_it(cores):
+def test_new_state_makes_older_graphs_invalid(cores):
     torch.manual_seed(0)
     net, plain = Grows(4, 3), nn.Linear(4, 3)
     plain.load_state_dict(net.state_dict())
@@ -144,4 +146,12 @@ def test_graphs_without_state_that_came_later_are_not_replayed_with_it(cores):
         optimizer.step()
     for one, other in zip(weights(own), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-6)
-    assert net.shift.device.type == "xla"
+    assert net.shift.device.type == driver().device_type
+
+
+def test_a_single_tensor_shares_no_memory(place):
+    weight = torch.zeros(2, device=place.device)
+    storage_of(weight)  # newer releases of PyTorch count the reference that this makes
+    assert not is_shared_elsewhere([weight])
+    same = weight.detach()
+    assert is_shared_elsewhere([weight]) and not is_shared_elsewhere([weight, same])

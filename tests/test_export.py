@@ -1,4 +1,4 @@
-"""`export` writes a program that plain PyTorch loads: the weights of the moment, and any number of rows."""
+"""`export` writes a program that plain PyTorch loads, with the current weights, for any number of rows."""
 
 import pytest
 import torch
@@ -6,13 +6,14 @@ from torch import nn
 
 import tpufit
 from tpufit.errors import ArgumentError
+from tpufit.runtime.driver import driver
 
-# PyTorch's own, from its reading of the file.
+# A warning of PyTorch while it reads the file.
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 
 
 class Pair(nn.Module):
-    """Two inputs, a nest of outputs, tied weights, and layers that behave differently in training."""
+    """Two inputs, nested outputs, tied weights, and layers that behave differently in training."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +47,7 @@ def test_several_inputs(tmp_path, named, rows):
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
 @pytest.mark.soak_on(8)
-def test_the_weights_of_the_moment(cores, tmp_path, precision, run_python):
+def test_the_current_weights_are_exported(cores, tmp_path, precision, run_python):
     def exported():
         model.export(path, x)
         return loaded(path)(x.to(dtype)).float().detach()
@@ -57,17 +58,18 @@ def test_the_weights_of_the_moment(cores, tmp_path, precision, run_python):
     model = tpufit.Model(net)
     model.compile("adam", "mse", precision=precision, use_ema=True, ema_momentum=0.5)
     model.fit(x, x[:, :2], batch_size=2, verbose=0, cores=cores)
-    model.train_on_batch(x, x[:, :2])  # after which the averages are others than the weights
+    model.train_on_batch(x, x[:, :2])  # afterwards the averages differ from the weights
     tensors, random = list(map(id, net.parameters())), torch.get_rng_state()
     weights = exported()
-    assert list(map(id, net.parameters())) == tensors and {p.device.type for p in net.parameters()} == {"xla"}
+    assert list(map(id, net.parameters())) == tensors
+    assert {p.device.type for p in net.parameters()} == {driver().device_type}
     assert torch.equal(torch.get_rng_state(), random)
     torch.testing.assert_close(weights, torch.tensor(model.predict(x, verbose=0)).float(), rtol=error, atol=error)
     model.swap_ema_weights()
     averages = exported()
     torch.testing.assert_close(averages, torch.tensor(model.predict(x, verbose=0)).float(), rtol=error, atol=error)
     assert not torch.equal(weights, averages)
-    model.fit(x, x[:, :2], batch_size=2, verbose=0)  # and training goes on
+    model.fit(x, x[:, :2], batch_size=2, verbose=0)  # and training continues
     result = run_python(f"""
         import sys; sys.modules["torch_xla"] = sys.modules["tpufit"] = None
         import torch
@@ -87,14 +89,14 @@ class ByRows(nn.Module):
 
 
 @pytest.mark.parametrize("net", [ByValue(), ByRows(), Pair()])
-def test_what_cant_be_exported_is_one_error(tmp_path, net):
+def test_a_module_that_cannot_be_exported_is_one_error(tmp_path, net):
     with pytest.raises(ArgumentError, match=rf"{type(net).__name__} can't be exported.*PyTorch says: \S"):
         tpufit.Model(net).export(tmp_path / "net.pt2", torch.ones(3, 4))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_suffix_says_what_it_is(tmp_path):
-    with pytest.raises(ArgumentError, match=r"LiteRT has a converter of its own.*litert_torch\.convert\("):
+def test_the_suffix_selects_the_format(tmp_path):
+    with pytest.raises(ArgumentError, match=r"LiteRT has its own converter.*litert_torch\.convert\("):
         tpufit.Model(nn.Linear(2, 2)).export(tmp_path / "net.tflite", torch.ones(1, 2))
     with pytest.raises(ArgumentError, match=r"is a \.pt2 or \.onnx file, got filepath='.*net\.pt'"):
         tpufit.Model(nn.Linear(2, 2)).export(tmp_path / "net.pt", torch.ones(1, 2))
@@ -108,7 +110,7 @@ def test_onnx_without_its_packages(tmp_path, monkeypatch):
 
 
 class Attention(nn.Module):
-    """Words, attention, a norm, and a mask of the other input's."""
+    """Words, attention, a norm, and a mask from the other input."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The main job, on 1 and on 8 cores, on scikit-learn's digits."""
+"""Training, evaluation and prediction, on 1 and on 8 cores, with scikit-learn's digits."""
 
 import copy
 import threading
@@ -25,10 +25,11 @@ from tpufit.callbacks import (
     TerminateOnNaN,
 )
 from tpufit.errors import ArgumentError, CallbackError, DataError, LabelError, NotCompiledError, PlacementError
+from tpufit.runtime.driver import driver
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600, quick=True)
 
-IMAGES, LABELS = load_digits(return_X_y=True)  # 1,797 rows: no batch size of use divides them
+IMAGES, LABELS = load_digits(return_X_y=True)  # 1,797 rows, which no usual batch size divides
 IMAGES = (IMAGES / 16).astype("float32")
 
 
@@ -50,7 +51,7 @@ def fit(model, cores, x=IMAGES, y=LABELS, rows=256, **arguments):
 
 
 def waits(counts):
-    """The waits but for those of the engine itself: back-pressure, and while a step is captured."""
+    """Return the waits, except for back-pressure and captures."""
     return {reason: n for reason, n in counts.waits.items() if n and reason not in ("throttle", "capture", "audit")}
 
 
@@ -68,6 +69,7 @@ def test_training_learns_and_history_holds_floats(cores):
     assert history.history["val_accuracy"][-1] > 0.8 > 0.5 > history.history["accuracy"][0]
 
 
+@pytest.mark.runtime("torch_xla")
 def test_rows_are_split_over_the_cores(cores):
     class Look(tpufit.Model):
         def train_step(self, batch):
@@ -120,7 +122,7 @@ def test_an_epoch_waits_once_and_a_validation_once(cores):
     assert counts.host_reads == 0 and not counts.fallbacks
 
 
-def test_reading_a_batchs_logs_waits_once_and_nothing_else_does(cores):
+def test_only_reading_a_batchs_logs_waits(cores):
     class Reader(Callback):
         def on_train_batch_end(self, batch, logs=None):
             assert set(logs) == {"loss", "accuracy"} and len(logs) == 2
@@ -132,14 +134,14 @@ def test_reading_a_batchs_logs_waits_once_and_nothing_else_does(cores):
     history, counts = spent(lambda: fit(compiled(), cores, callbacks=[Reader()]))
     assert waits(counts) == {"logs": 1, "batch logs": 1}
     assert kept[-1]["loss"] == history.history["loss"][-1]
-    assert kept[2]["loss"] == values[0][0] != kept[3]["loss"]  # a batch's logs keep its own values
+    assert kept[2]["loss"] == values[0][0] != kept[3]["loss"]  # a batch's logs keep its values
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=1e-3),
-        # At ten times these rates a unit of the ReLU falls on the other side of zero, by rounding alone.
+        # At ten times these rates, rounding alone moves a unit of a ReLU across zero.
         pytest.param(lambda p: torch.optim.Adam(p, 1e-3), marks=pytest.mark.soak_on(8)),
         lambda p: torch.optim.AdamW(p, 1e-3),
         pytest.param(lambda p: torch.optim.RMSprop(p, 1e-3), marks=pytest.mark.soak_on(8)),
@@ -215,7 +217,7 @@ def test_fit_twice_then_evaluate_then_predict(cores):
     np.testing.assert_allclose(outputs, expected, atol=1e-5)  # all rows, in order
 
 
-def test_predict_gives_nests_and_leaves_targets_aside(cores):
+def test_predict_returns_nests_and_ignores_targets(cores):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -232,7 +234,7 @@ def test_predict_gives_nests_and_leaves_targets_aside(cores):
     assert outputs["both"][1].dtype == np.float32 and outputs["both"][1].shape == (1797,)
 
 
-def test_a_step_of_ones_own_and_two_optimizers(cores):
+def test_a_custom_step_and_two_optimizers(cores):
     class Pair(nn.Module):
         def __init__(self):
             super().__init__()
@@ -276,17 +278,17 @@ def test_optimizer_instance_ties_and_references_survive_the_move(cores):
     net = Tied()
     mine = net.embed.weight
     optimizer = torch.optim.Adam(net.parameters(), 0.05)
-    net(torch.arange(10)).sum()  # a forward pass before, as in a notebook
+    net(torch.arange(10)).sum()  # a forward pass first, as in a notebook
     model = compiled(net, optimizer=optimizer)
     tokens = np.arange(640) % 10
     history = fit(model, cores, tokens, tokens, epochs=5)
     assert model.optimizer is optimizer and net.embed.weight is net.head.weight is mine
     assert history.history["accuracy"][-1] == 1.0
-    assert optimizer.param_groups[0]["capturable"] is False  # the user's settings are the user's again
+    assert optimizer.param_groups[0]["capturable"] is False  # the user's settings are restored
     state = model.state_dict()
     assert torch.equal(state["embed.weight"], state["head.weight"])
     assert model.to_cpu() is net and mine.device.type == "cpu" and net.head.weight is mine
-    for _ in range(2):  # the module and its optimizer go on in plain PyTorch
+    for _ in range(2):  # the module and its optimizer continue in plain PyTorch
         optimizer.zero_grad()
         F.cross_entropy(net(torch.arange(10)), torch.arange(10)).backward()
         optimizer.step()
@@ -300,13 +302,13 @@ def test_parameters_that_only_share_memory_are_refused(cores):
         fit(compiled(net), cores)
 
 
-def test_an_output_kept_from_before_does_not_hinder_the_move(cores):
+def test_an_older_output_doesnt_prevent_the_move(cores):
     net = mlp()
     shown = net(torch.from_numpy(IMAGES[:5])).sum()  # as a notebook keeps the result of every cell
     reference = weakref.ref(net[0].weight)
     before = net[0].weight.detach().clone()
     fit(compiled(net), cores)
-    assert reference() is net[0].weight and net[0].weight.device.type == "xla"
+    assert reference() is net[0].weight and net[0].weight.device.type == driver().device_type
     shown.backward()  # the old graph still has its old values
     assert net[0].weight.grad is None
     assert not torch.equal(before, net[0].weight.detach().cpu())
@@ -320,10 +322,10 @@ def test_the_model_is_called_with_host_and_with_device_data(cores):
     assert before.device.type == after.device.type == "cpu" and not torch.equal(before, after)
     np.testing.assert_allclose(after.numpy(), model.predict(IMAGES[:5], verbose=0), atol=1e-6)
     on_device = model(next(model.module.parameters()).detach().new_ones(5, 64))
-    assert on_device.device.type == "xla"
+    assert on_device.device.type == driver().device_type
 
 
-def test_weights_travel_by_file(cores, tmp_path):
+def test_weights_can_be_saved_and_loaded(cores, tmp_path):
     model, other = compiled(), compiled(mlp(seed=1))
     fit(model, cores)
     model.save_weights(tmp_path / "w.safetensors")
@@ -334,7 +336,7 @@ def test_weights_travel_by_file(cores, tmp_path):
     assert other.evaluate(IMAGES, LABELS, verbose=0) == model.evaluate(IMAGES, LABELS, verbose=0)
 
 
-def test_bfloat16_computes_in_it_and_keeps_float32(cores):
+def test_bf16_computes_in_bfloat16_and_keeps_float32(cores):
     class Spy(nn.Module):
         def __init__(self):
             super().__init__()
@@ -368,7 +370,7 @@ def test_batch_norm_sees_the_global_batch(cores):
 
 
 def test_dropout_is_a_function_of_seed_and_step(cores):
-    class Validate(Callback):  # whatever runs in between must not move it
+    class Validate(Callback):  # other code in between must not change it
         def on_train_batch_end(self, batch, logs=None):
             if batch % 3 == 0:
                 self.model(IMAGES[:5])
@@ -406,7 +408,7 @@ def test_datasets_loaders_and_iterables(cores):
     assert loss([tensors[i : i + rows] for i in range(0, 1797, rows)]) == expected
     endless = (tensors[i : i + rows] for _ in iter(int, 1) for i in range(0, 1797, rows))
     steps = -(-1797 // 256) if cores == 1 else None
-    if steps:  # on 8 cores a global batch of an endless stream doesn't stop at the end of the rows
+    if steps:  # on 8 cores a global batch of an endless stream may cross the end of the rows
         assert loss(endless, steps_per_epoch=steps) == expected
     assert loss(Rows(), batch_size=rows) == loss(tensors, batch_size=rows) != expected  # shuffled alike
 
@@ -433,7 +435,7 @@ def test_learning_rate_scales_with_the_cores_once(cores, capsys):
             assert capsys.readouterr().out.splitlines()[0] == line
 
 
-def test_stopping_is_obeyed_in_a_batch_and_after_an_epoch(cores):
+def test_stop_training_works_in_a_batch_and_after_an_epoch(cores):
     class Stop(Callback):
         def on_train_batch_end(self, batch, logs=None):
             steps.append(batch)
@@ -461,7 +463,7 @@ def test_a_callback_that_raises(cores):
     assert fit(model, cores).history["loss"]  # and fit can be called again
 
 
-def test_an_error_in_the_data_reaches_the_user_as_it_is(cores):
+def test_an_error_in_the_data_is_raised_unchanged(cores):
     def batches():
         yield IMAGES[:64], LABELS[:64]
         raise OSError("disk gone")
@@ -482,7 +484,7 @@ def test_labels_outside_the_classes(cores):
         model.evaluate(IMAGES[:9], np.full(9, -1), verbose=0)
 
 
-def test_other_mistakes_say_what_to_do(cores):
+def test_other_errors_say_what_to_do(cores):
     model = tpufit.Model(mlp())
     for call in (model.fit, model.evaluate):
         with pytest.raises(NotCompiledError, match=r"call model\.compile"):
@@ -498,7 +500,7 @@ def test_other_mistakes_say_what_to_do(cores):
         fit(compiled(), cores, y=None)
 
 
-def test_evaluating_in_a_hook_does_not_end_training_mode(cores):
+def test_evaluating_in_a_hook_keeps_training_mode(cores):
     class Look(Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.evaluate(IMAGES[:40], LABELS[:40], verbose=0)
@@ -515,13 +517,13 @@ def test_evaluating_in_a_hook_does_not_end_training_mode(cores):
     assert set(modes) == {True}
 
 
-def test_modes_are_left_as_a_user_expects(cores):
+def test_training_modes_after_each_method(cores):
     net = nn.Sequential(nn.Linear(64, 10), nn.Dropout())
     model = compiled(net)
     model.predict(IMAGES[:5], verbose=0, cores=cores)
-    assert net.training and net[1].training  # as it was
+    assert net.training and net[1].training  # unchanged
     fit(model, cores)
-    assert not net.training and not net[1].training  # ready to be used
+    assert not net.training and not net[1].training  # ready for use
 
 
 def test_fit_from_another_thread(cores):
@@ -533,7 +535,7 @@ def test_fit_from_another_thread(cores):
     assert len(results) == 1 and np.isfinite(results[0])
 
 
-def test_own_logs_of_a_test_step_come_after_the_metrics(cores):
+def test_logs_of_a_test_step_follow_the_metrics(cores):
     class Own(tpufit.Model):
         def test_step(self, batch):
             logs = super().test_step(batch)
@@ -547,7 +549,7 @@ def test_own_logs_of_a_test_step_come_after_the_metrics(cores):
     assert model.test_on_batch(IMAGES[:64], LABELS[:64])[2:] == [2.0, 3.0]
 
 
-def test_without_an_optimizer_everything_but_training(cores):
+def test_without_an_optimizer_all_but_training_works(cores):
     model = tpufit.Model(mlp())
     model.compile(None, "cross_entropy", metrics=["accuracy"])
     with pytest.raises(NotCompiledError, match="there is no optimizer"):
@@ -566,7 +568,7 @@ def test_without_an_optimizer_everything_but_training(cores):
     ids=["no parameters", "frozen", "eagerly"],
 )
 @pytest.mark.soak_on(8)
-def test_a_module_with_nothing_to_train(cores, module, options):
+def test_a_module_without_trainable_parameters(cores, module, options):
     module = copy.deepcopy(module)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     model = tpufit.Model(module)
@@ -600,7 +602,7 @@ def test_train_step_must_return_logs(cores, eager, value, got):
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_train_step_without_an_update_is_noticed(cores, eager):
+def test_train_step_without_an_update_is_reported(cores, eager):
     class Forgetful(tpufit.Model):
         def train_step(self, batch):
             x, y = batch
@@ -618,7 +620,7 @@ def test_train_step_without_an_update_is_noticed(cores, eager):
 
     model = Forgetful(mlp())
     model.compile("sgd", "cross_entropy", run_eagerly=eager)
-    with pytest.warns(UserWarning, match="takes no step of an optimizer.*self.apply_gradients"):
+    with pytest.warns(UserWarning, match="calls no optimizer.s step.*self.apply_gradients"):
         fit(model, cores)
     model = ByHand(mlp())
     model.compile("sgd", "cross_entropy", run_eagerly=eager)
@@ -627,7 +629,7 @@ def test_train_step_without_an_update_is_noticed(cores, eager):
 
 
 @pytest.mark.filterwarnings("error")
-def test_epochs_without_a_validation_are_no_fault(cores, tmp_path):
+def test_epochs_without_a_validation_are_allowed(cores, tmp_path):
     best = ModelCheckpoint(tmp_path / "best.safetensors", monitor="val_loss", save_best_only=True)
     watching = [EarlyStopping("val_loss", patience=3), ReduceLROnPlateau("val_loss"), best]
     fit(compiled(), cores, epochs=4, validation_split=0.2, validation_freq=2, callbacks=watching)
@@ -646,6 +648,6 @@ def test_a_limit_of_no_batches_names_its_argument(cores, name):
 def test_training_that_ends_on_nan_keeps_its_history(cores, tmp_path):
     model = compiled(optimizer=lambda p: torch.optim.SGD(p, 1e30))
     guards = [TerminateOnNaN(), ModelCheckpoint(tmp_path / "run")]
-    with pytest.warns(UserWarning, match="the checkpoint of step .* was not written.*holds NaN or infinities"):
+    with pytest.warns(UserWarning, match="the checkpoint of step .* was not written.*has NaN or infinities"):
         history = fit(model, cores, epochs=3, callbacks=guards)
     assert len(history.history["loss"]) == 1

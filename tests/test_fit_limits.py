@@ -1,4 +1,4 @@
-"""`fit` may be told to take fewer batches, or less time."""
+"""`fit` can be limited to fewer batches, or less time."""
 
 import time
 from datetime import timedelta
@@ -42,19 +42,19 @@ def fit(*, data=(X, Y), count=None, **options):
 
 
 @pytest.mark.parametrize(("limit", "batches"), [(3, 3), (0.2, 2), (0.01, 1), (1.0, 10), (99, 10)])
-def test_so_many_batches_of_each_epoch_and_validation(limit, batches):
+def test_limits_on_batches_of_each_epoch_and_validation(limit, batches):
     _, count = fit(limit=limit, epochs=2)
     assert count.train == count.test == [*range(batches)] * 2
 
 
-def test_each_epoch_has_other_rows():
+def test_each_limited_epoch_has_different_rows():
     data = tpufit.data.stream(X, Y, batch_size=16, shuffle=True)
     data.limit(2)
     first, second = (np.concatenate([x.numpy() for x, _ in data.epoch(epoch)]) for epoch in range(2))
     assert len(first) == len(second) == 32 and not np.array_equal(first, second)
 
 
-def test_validation_may_have_a_limit_of_its_own():
+def test_validation_can_have_its_own_limit():
     _, count = fit(validation_limit=2)
     assert (len(count.train), len(count.test)) == (10, 2)
     _, count = fit(limit=3, validation_limit=0.5)
@@ -78,16 +78,16 @@ def made(**options):
         ({"accumulate_steps": 4, "steps_per_execution": 3}, 6, [10, 10]),
     ],
 )
-def test_so_many_steps_of_the_optimizer(options, max_steps, batches):
+def test_max_steps_counts_optimizer_steps(options, max_steps, batches):
     model, count = made(**options), Count()
     model.fit(X, Y, 16, verbose=0, max_steps=max_steps, callbacks=[count])
     assert len(model.history.epoch) == len(batches) and model.steps_taken == sum(batches)
     model.fit(X, Y, 16, verbose=0, max_steps=max_steps, epochs=1)
-    assert model.steps_taken == sum(batches) + batches[0]  # epochs are a limit, too
+    assert model.steps_taken == sum(batches) + batches[0]  # epochs are a limit too
     assert not model.out_of_time
 
 
-def test_max_steps_go_on_inside_the_epoch_they_ended_in(tmp_path):
+def test_max_steps_continues_inside_an_epoch(tmp_path):
     whole, parts = made(), made()
     whole.fit(X, Y, 16, verbose=0, max_steps=23)
     parts.fit(X, Y, 16, verbose=0, max_steps=14, callbacks=[ModelCheckpoint(tmp_path)])
@@ -134,7 +134,7 @@ def test_no_callback_ends_training_before_min_epochs(stop, steps):
 
 
 @pytest.mark.parametrize("max_time", [0.5, timedelta(milliseconds=500)])
-def test_it_ends_after_the_batch_under_way(max_time):
+def test_max_time_ends_after_the_current_batch(max_time):
     model, count = fit(count=Count(0.1), max_time=max_time, epochs=100)
     assert model.out_of_time
     assert 1 <= len(count.train) < 10 and count.train == [*range(len(count.train))]
@@ -158,13 +158,13 @@ def test_wrong_limits(options, message):
         fit(**options)
 
 
-def test_a_share_of_data_of_unknown_length():
+def test_a_fraction_of_data_of_unknown_length():
     with pytest.raises(ArgumentError, match="doesn't say how many batches it has"):
         fit(data=((batch for batch in [(X, Y)]),), limit=0.5)
 
 
 @pytest.mark.filterwarnings("ignore:x ran out of data")
-def test_an_epoch_of_so_many_steps_ends_with_the_data():
+def test_a_limited_epoch_ends_with_the_data():
     _, count = fit(steps_per_epoch=9, epochs=4)
     assert count.train == [*range(9), 0, *range(9), 0]
     with pytest.warns(UserWarning, match="x ran out of data after 1 of 9 steps"):
@@ -188,7 +188,7 @@ def test_no_epoch_at_all():
     assert model.history.history == {} and model.steps_taken == 0
 
 
-def test_an_empty_dict_of_class_weights_weighs_nothing():
+def test_an_empty_dict_of_class_weights_has_no_effect():
     losses = []
     for weights in (None, {}):
         tpufit.set_random_seed(0)

@@ -1,4 +1,4 @@
-"""Flash attention: JAX's kernel inside of our steps, run by Pallas' interpreter, against plain attention."""
+"""Flash attention: JAX's kernel inside steps, run by Pallas' interpreter, compared with plain attention."""
 
 import copy
 import warnings
@@ -15,11 +15,10 @@ import tpufit
 from tpufit import runtime
 from tpufit.backend import AttentionForms, Sharding
 from tpufit.errors import UnknownNameError
-from tpufit.runtime.kinds import traced_for
-from tpufit.runtime.ops import forms as forms_module
-from tpufit.runtime.ops.flash import interpreted
-from tpufit.runtime.ops.forms import choosing, flash_form
-from tpufit.runtime.ops.kernels import own_kernels
+from tpufit.runtime.ops import attention_choice
+from tpufit.runtime.ops.attention_choice import choose_attention, choose_flash
+from tpufit.runtime.ops.kernels import replace_kernels
+from tpufit.runtime.trace_context import tracing_with
 
 pytest.importorskip("jax")
 
@@ -43,14 +42,14 @@ FORMS = {
 
 
 def numbers_of(rows, keys):
-    """The number of the text of each key, of which the last one is padding: of each row more than of the one before."""
+    """Return the text id of each key; the last text is padding, longer in each row than in the row before."""
     lengths = torch.tensor([keys - 7 * i for i in range(rows - 1)] + [0])
     texts = torch.arange(keys) // 30 + torch.arange(rows)[:, None]
     return texts.masked_fill(torch.arange(keys) >= lengths[:, None], -1)
 
 
 def mask_of(name, numbers):
-    """A mask, made of the numbers of texts. The last row has nothing but padding."""
+    """Return a mask of text ids. The last row has only padding."""
     places = torch.arange(numbers.shape[-1], device=numbers.device)
     causal, padding = places <= places[:, None], (numbers >= 0)[:, None, None]
     return {
@@ -62,7 +61,7 @@ def mask_of(name, numbers):
 
 
 def attended(query, key, value, upstream, mask, causal):
-    """The result of attention and its gradients, of a sum weighed by `upstream`."""
+    """Return the result of attention and its gradients, of a sum weighted by `upstream`."""
     given = [x.requires_grad_() for x in (query, key, value)]
     grouped = query.shape[1] != key.shape[1]
     with torch.autograd.set_multithreading_enabled(False):  # as in a step
@@ -71,11 +70,11 @@ def attended(query, key, value, upstream, mask, causal):
 
 
 def error_of(found, exact):
-    """The largest error, as a share of the largest number."""
+    """Return the largest error, relative to the largest number."""
     return (found.double() - exact).abs().max() / exact.abs().max()
 
 
-# Those whose rows, heads or mask meet the cores in another way.
+# Cases whose rows, heads or mask are divided differently among cores.
 ON_CORES = ("of several blocks", "grouped, rows that 8 cores can't share", "bfloat16, grouped, padding")
 
 
@@ -84,7 +83,7 @@ ON_CORES = ("of several blocks", "grouped, rows that 8 cores can't share", "bflo
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak_on(1 if name in ON_CORES else 8)) for name in FORMS]
 )
-def test_the_kernel_has_the_numbers_of_plain_attention(cores, name):
+def test_the_kernel_equals_plain_attention(cores, name):
     rows, heads, shared, queries, keys, width, causal, masked, dtype = FORMS[name]
     torch.manual_seed(0)
     shapes = ((rows, heads, queries, width), *((rows, shared, keys, width),) * 2, (rows, heads, queries, width))
@@ -94,7 +93,7 @@ def test_the_kernel_has_the_numbers_of_plain_attention(cores, name):
     exact = attended(*(x.double() for x in given), mask, causal)
     place = runtime.placement_on(runtime.start(cores, "test"))
     *sent, there = place.send([*given, numbers], Sharding.ROWS)
-    with interpreted(), own_kernels(forms=choosing(AttentionForms("flash"), place)):
+    with tracing_with(interprets_flash=True), replace_kernels(), choose_attention(AttentionForms("flash"), place):
         found = attended(*sent, None if masked is None else mask_of(masked, there), causal)
     for ours, theirs in zip(runtime.to_host(found, "test"), exact, strict=True):
         assert ours.dtype is dtype
@@ -103,7 +102,7 @@ def test_the_kernel_has_the_numbers_of_plain_attention(cores, name):
 
 @pytest.mark.slow
 @pytest.mark.cores(1)
-def test_second_derivatives_are_those_of_plain_attention(cores):
+def test_second_derivatives_equal_plain_attentions(cores):
     place = runtime.placement_on(runtime.start(cores, "test"))
     torch.manual_seed(0)
     given = [torch.randn(1, 1, 128, 64) for _ in range(3)]
@@ -115,9 +114,9 @@ def test_second_derivatives_are_those_of_plain_attention(cores):
             (gradient,) = torch.autograd.grad(y.square().sum(), query, create_graph=True)
             return torch.autograd.grad(gradient.square().sum(), query)[0]
 
-    with sdpa_kernel(SDPBackend.MATH):  # PyTorch's other ones have no second derivative
+    with sdpa_kernel(SDPBackend.MATH):  # PyTorch's other kernels have no second derivative
         exact = penalty(*(x.double() for x in given))
-    with interpreted(), own_kernels(forms=choosing(AttentionForms("flash"), place)):
+    with tracing_with(interprets_flash=True), replace_kernels(), choose_attention(AttentionForms("flash"), place):
         (found,) = runtime.to_host([penalty(*place.send(given))], "test")
     assert error_of(found, exact) < 1e-5
 
@@ -138,7 +137,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """It looks up words, and says at each place which word comes next."""
+    """Looks up words, and predicts the next word at each position."""
 
     def __init__(self):
         super().__init__()
@@ -154,19 +153,19 @@ class GPT(nn.Module):
 
 
 def texts(rows):
-    """Each word is the one before, with one of two numbers added to it that the row has."""
+    """Each word is the previous word plus one of two numbers, which the row determines."""
     generator = np.random.default_rng(0)
     steps = generator.integers(1, 3, (rows, 1))
     return ((generator.integers(0, WORDS, (rows, 1)) + steps * np.arange(TIME + 1)) % WORDS).astype(np.int64)
 
 
 def trained(net, cores, rows, attention, epochs=1, batch_size=2, **options):
-    """The losses and the weights after training a copy of a net, with the model."""
+    """Return the losses and the weights after training a copy of a net, and the model."""
     x, module = texts(rows), copy.deepcopy(net)
     model = tpufit.Model(module)
     rate = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     model.compile(rate, "cross_entropy", scale_lr=None, attention=attention, **options)
-    with interpreted():
+    with tracing_with(interprets_flash=True):
         history = model.fit(
             x[:, :-1], x[:, 1:], batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, cores=cores
         )
@@ -175,7 +174,7 @@ def trained(net, cores, rows, attention, epochs=1, batch_size=2, **options):
 
 @pytest.mark.cores(1, 8, quick=False)
 @pytest.mark.soak
-def test_fifty_steps_end_where_plain_attention_ends(cores):
+def test_fifty_steps_equal_plain_attention(cores):
     torch.manual_seed(0)
     net, how = GPT(), {"rows": 16, "epochs": 25, "batch_size": 8 // cores}
     losses, weights, model = trained(net, cores, attention="flash", **how)
@@ -185,9 +184,9 @@ def test_fifty_steps_end_where_plain_attention_ends(cores):
     for ours, theirs in zip(weights, ends, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-3)
     assert model.report().attention == {"blocks.0": "flash", "blocks.1": "flash"}
-    assert set(model.report().traced.values()) == {""}  # it is replayed
+    assert set(model.report().traced.values()) == {""}  # the step is replayed
     x = texts(16)
-    with interpreted():
+    with tracing_with(interprets_flash=True):
         loss = model.evaluate(x[:, :-1], x[:, 1:], batch_size=8 // cores, verbose=0)
     assert loss == pytest.approx(plain.evaluate(x[:, :-1], x[:, 1:], batch_size=8 // cores, verbose=0), rel=2e-3)
 
@@ -205,7 +204,7 @@ OPTIONS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak_on(8 if name == "joined" else 1)) for name in OPTIONS]
 )
-def test_it_goes_with_other_options(cores, name):
+def test_flash_with_other_options(cores, name):
     torch.manual_seed(0)
     net, how = GPT(), {"rows": 4 * cores, "batch_size": 1} | OPTIONS[name]
     losses, weights, model = trained(net, cores, attention="flash", **how)
@@ -217,24 +216,24 @@ def test_it_goes_with_other_options(cores, name):
 
 
 class Asks(nn.Module):
-    """A layer that asks for the form of its attention, and computes none."""
+    """A layer that requests a form of attention, without computing it."""
 
     def forward(self, *given):
-        flash_form(*given)
+        choose_flash(*given)
 
 
 class AsksByAnotherName(nn.Module):
-    """The same, of one who doesn't write `self`."""
+    """The same, with another name for `self`."""
 
     def forward(layer, *given):  # noqa: N805
-        flash_form(*given)
+        choose_flash(*given)
 
 
 def form_of(asked, kind="TPU v5 lite", *, shape=(1, 2, 4096, 64), dtype=BF16, mask=None, dropout=0.0, layer=None):
-    """The form of an attention on a kind of device, and the warnings."""
+    """Return the form of an attention on a kind of device, and the warnings."""
     forms, layer, x = AttentionForms(asked), layer or Asks(), torch.empty(shape, dtype=dtype, device="meta")
     place = SimpleNamespace(device=torch.device("meta"))
-    with warnings.catch_warnings(record=True) as told, traced_for(kind), choosing(forms, place):
+    with warnings.catch_warnings(record=True) as told, tracing_with(kind=kind), choose_attention(forms, place):
         warnings.simplefilter("always")
         for _ in range(2):
             layer(x, x, mask, False, dropout)
@@ -242,7 +241,7 @@ def form_of(asked, kind="TPU v5 lite", *, shape=(1, 2, 4096, 64), dtype=BF16, ma
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
-def test_long_texts_take_the_kernel(kind):
+def test_long_texts_use_the_kernel(kind):
     assert form_of("auto", kind) == form_of("flash", kind) == ("flash", [])
     assert form_of("plain", kind) == (None, [])
     assert form_of("auto", kind, layer=AsksByAnotherName()) == ("flash", [])
@@ -252,16 +251,16 @@ PLAIN = {
     "a v3": ({"kind": "TPU v3"}, "there is no kernel for a TPU v3"),
     "a v2": ({"kind": "TPU v2"}, "there is no kernel for a TPU v2"),
     "a CPU": ({"kind": "cpu"}, "there is no kernel for a cpu"),
-    "dropout": ({"dropout": 0.1}, "the kernel drops no weights"),
+    "dropout": ({"dropout": 0.1}, "the kernel has no dropout"),
     "float32": ({"dtype": F32}, "the kernel isn't exact in float32"),
     "three dimensions": ({"shape": (2, 4096, 64)}, "got 3 dimensions"),
-    "a bias": ({"mask": torch.ones(64, 64, device="meta")}, "the kernel takes masks of places"),
-    "any mask": ({"mask": torch.ones(64, 64, dtype=torch.bool, device="meta")}, "the kernel takes masks of places"),
+    "a bias": ({"mask": torch.ones(64, 64, device="meta")}, "the kernel takes masks of positions"),
+    "any mask": ({"mask": torch.ones(64, 64, dtype=torch.bool, device="meta")}, "the kernel takes masks of positions"),
 }
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_what_the_kernel_does_not_do_stays_plain(name):
+def test_unsupported_attention_stays_plain(name):
     how, reason = PLAIN[name]
     form, told = form_of("flash", **how)
     assert form.startswith("plain: ") and reason in form
@@ -271,20 +270,20 @@ def test_what_the_kernel_does_not_do_stays_plain(name):
 
 
 def test_without_jax_attention_stays_plain(monkeypatch):
-    monkeypatch.setattr(forms_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(attention_choice, "find_spec", lambda name: None)
     form, (sentence,) = form_of("flash")
     assert (
-        form.startswith("plain: its kernel is JAX's, which is not installed: pip install jax==")
+        form.startswith("plain: the kernel needs JAX, which isn't installed: pip install jax==")
         and form[7:] in sentence
     )
 
 
-def test_few_keys_stay_plain_unless_it_is_asked_for():
-    assert form_of("auto", shape=(1, 2, 128, 64)) == ("plain: 128 places are few", [])
+def test_few_keys_stay_plain_unless_flash_is_requested():
+    assert form_of("auto", shape=(1, 2, 128, 64)) == ("plain: 128 positions are few", [])
     assert form_of("flash", shape=(1, 2, 128, 64)) == ("flash", [])
 
 
-def test_a_mask_of_keys_is_the_kernels():
+def test_a_mask_of_keys_uses_the_kernel():
     for shape in ((4096,), (1, 4096), (1, 1, 1, 4096)):
         assert form_of("flash", mask=torch.ones(shape, dtype=torch.bool, device="meta")) == ("flash", [])
 
@@ -296,7 +295,7 @@ def test_compile_knows_the_forms():
 
 
 class Encoder(nn.Module):
-    """`nn.TransformerEncoder` of texts of several lengths, each word of which sees those before it or all."""
+    """`nn.TransformerEncoder` for texts of several lengths; each word attends to the previous words or to all."""
 
     def __init__(self, causal):
         super().__init__()
@@ -312,7 +311,7 @@ class Encoder(nn.Module):
 
 
 class Masked(GPT):
-    """Its blocks are given a mask of padding, and put it together with a causal one themselves."""
+    """Its blocks get a mask of padding, and combine it with a causal mask themselves."""
 
     class Block(Block):
         def forward(self, x, padding):
@@ -348,7 +347,7 @@ SOAKED = dict.fromkeys(("nn.MultiheadAttention", "blocks that make masks"), pyte
 @pytest.mark.cores(1, 8, quick=False)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SOAKED.get(name, ())) for name in MASKED])
 @pytest.mark.soak_on(1)
-def test_masks_that_modules_make_are_understood(cores, name):
+def test_masks_of_modules_are_recognised(cores, name):
     make, options = MASKED[name]
     torch.manual_seed(0)
     net, how = make(), {"rows": 2 * cores, "batch_size": 1} | options

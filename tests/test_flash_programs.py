@@ -1,4 +1,4 @@
-"""What the compilers of TPUs make of flash attention: scores lie nowhere in memory, and the kernels are counted."""
+"""Flash attention compiled for TPUs: scores aren't stored in memory, and kernels are counted."""
 
 import math
 
@@ -12,14 +12,12 @@ from tpufit.preflight.hlo import operations
 from tpufit.preflight.slices import slice_of
 from tpufit.runtime import KernelWork
 
-pytestmark = pytest.mark.usefixtures("warm_children")
-
 TIME, WIDTH, WORDS = 2048, 256, 256
 KERNELS = "splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"
 
 
 class Attends(nn.Module):
-    """An attention of 4 heads of queries and one of keys."""
+    """An attention with 4 query heads and one key head."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +31,7 @@ class Attends(nn.Module):
 
 
 def flown(tpu, attention, cores, remat=None):
-    """The step of words, an attention, and the words that come next, compiled."""
+    """Return the compiled step of an embedding, an attention, and the next words."""
     net = nn.Sequential(nn.Embedding(WORDS, WIDTH), Attends(), nn.Linear(WIDTH, WORDS), nn.Flatten(0, 1))
     model = tpufit.Model(net)
     loss = nn.CrossEntropyLoss()
@@ -43,7 +41,7 @@ def flown(tpu, attention, cores, remat=None):
 
 
 def largest(report):
-    """The elements of the largest array that an operation of a step makes."""
+    """Return the number of elements of the largest array in a step."""
     return max(math.prod(array.shape) for one, _ in operations(report.step.text) for array in one.arrays)
 
 
@@ -52,14 +50,14 @@ def largest(report):
     "tpu, cores",
     [("v5e-8", 8), *(pytest.param(*on, marks=pytest.mark.soak) for on in (("v6e-8", 8), ("v4-8", 4), ("v5p-8", 4)))],
 )
-def test_scores_lie_nowhere_and_kernels_are_counted(tpu, cores):
+def test_scores_arent_stored_and_kernels_are_counted(tpu, cores):
     flash = flown(tpu, "auto", cores)
     assert largest(flash) < TIME * TIME
     assert flash.step.attention == {"1": "flash"} and flash.step.collectives  # gradients only
     assert {one.kind for one in flash.step.collectives} == {"all-reduce"}
     cost = flash.step.cost
     assert cost.kernels == 3 and 0 < cost.of_kernels < cost.cycles
-    # Forward, and backward: of the scores that a query may look at, and of the rest of the last blocks.
+    # Forward, and backward: the scores that a query may use, and the rest of the last blocks.
     products, halves = 2 + 3 + 4, 4 * TIME * TIME / 2
     assert 1 < sum(_works(flash)) / (products * 2 * 64 * halves) < 1.3
     assert cost.flops > sum(_works(flash)) and cost.nbytes > 0
@@ -68,7 +66,7 @@ def test_scores_lie_nowhere_and_kernels_are_counted(tpu, cores):
 
 
 @pytest.mark.soak
-def test_what_is_kept_of_a_kernel_is_not_computed_again():
+def test_a_kept_kernels_result_isnt_recomputed():
     kernels = {policy: flown("v5e-8", "auto", 8, {"1": policy}).step.cost.kernels for policy in ("dots", "nothing")}
     assert kernels == {"dots": 3, "nothing": 4}
 
@@ -86,14 +84,14 @@ def test_a_v3_has_plain_attention():
     assert largest(plain) >= TIME * TIME and "kernel for a TPU v3" in str(plain)
 
 
-def test_a_kernel_takes_the_time_of_its_products_or_of_its_bytes():
+def test_a_kernels_time_is_of_its_products_or_its_bytes():
     def cycles(tpu, **work):
         kernel = {"operations": 2 * 10**12, "width": 128, "nbytes": 10**6} | work
         return slice_of(tpu).chip.cycles_of(KernelWork("a", **kernel))
 
     chip = slice_of("v5e-8").chip
     assert cycles("v5e-8") == round(2e12 / chip.peak * chip.clock)
-    assert cycles("v5e-8", width=64) == pytest.approx(2 * cycles("v5e-8"))  # half of a matrix unit has nothing to do
+    assert cycles("v5e-8", width=64) == pytest.approx(2 * cycles("v5e-8"))  # half of a matrix unit is idle
     assert cycles("v6e-8") == pytest.approx(2 * cycles("v6e-8", width=256))
     assert cycles("v5e-8", nbytes=10**12) == round(1e12 / chip.bandwidth * chip.clock)
     assert cycles("v4-8") == pytest.approx(2 * cycles("v4-8", shared=True))  # a device of two halves

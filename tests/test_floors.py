@@ -1,4 +1,4 @@
-"""The house stands as CONTRIBUTING.md draws it: imports point down, and torch_xla is named in one package."""
+"""The structure in CONTRIBUTING.md: imports point down, and only one package names torch_xla."""
 
 import ast
 import configparser
@@ -11,13 +11,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The entries of tpufit/, each with its floor. A file imports from its own entry, and from those on lower floors.
+# The entries of tpufit/, with their floors. A file imports from its own entry, and from lower floors.
 FLOORS = {
     "errors": 0,
     "utils": 1,
     "hosts": 1,
     "backend": 2,
     "runtime": 3,
+    "drivers": 4,
     "diagnostics": 4,
     "data": 5,
     "losses": 6,
@@ -29,6 +30,7 @@ FLOORS = {
     "trainer": 11,
     "preflight": 12,
     "model": 13,
+    "pictures": 14,
     "checkup": 14,
     "verification": 15,
     "__init__": 16,
@@ -37,14 +39,14 @@ FLOORS = {
 
 
 def module_of(path):
-    """`callbacks/base.py` -> `tpufit.callbacks.base`; a package's `__init__.py` goes by the package's name."""
+    """`callbacks/base.py` -> `tpufit.callbacks.base`; a package's `__init__.py` has the package's name."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "tpufit" else ("tpufit", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def sources():
-    # pathlib follows no link, so the files of callbacks/ come once.
+    # pathlib doesn't follow links, so the files of callbacks/ are listed once.
     files = [path for folder in ("tpufit", "callbacks") for path in sorted((ROOT / folder).rglob("*.py"))]
     return {module_of(path): (path, ast.parse(path.read_text())) for path in files}
 
@@ -53,7 +55,7 @@ SOURCES = sources()
 
 
 def imports(module):
-    """The modules of tpufit that a module's file imports anywhere, with the line: `(tpufit.errors, 9)`."""
+    """Yield the modules of tpufit that a module's file imports anywhere, with the line: `(tpufit.errors, 9)`."""
     path, tree = SOURCES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(tree):
@@ -62,7 +64,7 @@ def imports(module):
         elif isinstance(node, ast.ImportFrom):
             relative = "." * node.level + (node.module or "")
             start = importlib.util.resolve_name(relative, package)
-            # In `from . import loop` it is the module loop that is imported, not the package.
+            # `from . import loop` imports the module loop, not the package.
             names = [name if (name := f"{start}.{alias.name}") in SOURCES else start for alias in node.names]
         else:
             continue
@@ -70,12 +72,12 @@ def imports(module):
 
 
 def entry_of(module):
-    """The entry of tpufit/ that a module belongs to: `tpufit.step.runner` -> `step`."""
+    """Return the entry of tpufit/ to which a module belongs: `tpufit.step.runner` -> `step`."""
     return [*module.split("."), "__init__"][1]
 
 
 def floor_of(module):
-    """The floor, or None for an entry that has none yet."""
+    """Return the floor, or None for an entry without a floor."""
     return FLOORS.get(entry_of(module))
 
 
@@ -100,12 +102,12 @@ def test_imports_point_down():
 
 
 def test_no_file_imports_callbacks_by_its_folder():
-    # `import callbacks` works at the root of a checkout, and makes a second copy of every class.
+    # `import callbacks` works at the root of a checkout, but creates a second copy of every class.
     wrong = [module for module in SOURCES for target, _ in imports(module) if target.startswith("callbacks")]
     assert not wrong, f"import tpufit.callbacks, not callbacks, in {wrong}"
 
 
-def test_no_import_goes_round_in_a_circle():
+def test_no_import_cycles():
     graph = {module: {target for target, _ in imports(module)} for module in SOURCES}
     try:
         TopologicalSorter(graph).prepare()
@@ -114,7 +116,7 @@ def test_no_import_goes_round_in_a_circle():
 
 
 def strings(tree):
-    """Every name and string in the code, with its line; docstrings and other strings that stand alone left out."""
+    """Yield every name and string in the code, with its line, except docstrings and other standalone strings."""
     alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and id(node) in alone:
@@ -125,11 +127,18 @@ def strings(tree):
                     yield text, getattr(node, "lineno", 0)
 
 
-# All but the first in messages only, and in the list of libraries whose objects nobody looks into.
-_NAMES_IT = ("tpufit.runtime", "tpufit.errors", "tpufit.utils.releases", "tpufit.utils.python_state", "tpufit.checkup")
+# All except the first only in messages, and in the list of libraries whose objects aren't searched.
+_NAMES_IT = (
+    "tpufit.drivers",
+    "tpufit.runtime.driver",
+    "tpufit.errors",
+    "tpufit.utils.releases",
+    "tpufit.utils.python_state",
+    "tpufit.checkup",
+)
 
 
-def test_torch_xla_is_named_in_the_runtime_only():
+def test_only_its_driver_names_torch_xla():
     named = [
         f"{path.relative_to(ROOT)}:{line}"
         for module, (path, tree) in SOURCES.items()
@@ -137,11 +146,11 @@ def test_torch_xla_is_named_in_the_runtime_only():
         if ("torch_xla" in text or "_XLAC" in text) and not module.startswith(_NAMES_IT)
     ]
     assert not named, (
-        f"only tpufit/runtime/ may name torch_xla (and errors.py, utils/releases.py and checkup/ in messages): {named}"
+        f"only tpufit/drivers/ may name torch_xla (and errors.py, utils/releases.py and checkup/ in messages): {named}"
     )
 
 
-def test_importing_tpufit_leaves_the_device_alone_and_imports_no_tensorboard(run_python):
+def test_the_import_starts_no_device_and_imports_no_tensorboard(run_python):
     code = """
         import sys, tpufit, tpufit.data, tpufit.callbacks
         print(*{"torch_xla", "_XLAC", "tensorflow", "jax", "tensorboard", "IPython"} & set(sys.modules))
@@ -152,7 +161,7 @@ def test_importing_tpufit_leaves_the_device_alone_and_imports_no_tensorboard(run
 
 @pytest.mark.parametrize("name", ["tpufit", "tpufit.callbacks", "tpufit.data"])
 def test_public_names_exist(name):
-    # That each public import is listed, and the order, are ruff's to check (F401, RUF022).
+    # ruff checks that each public import is listed, and their order (F401, RUF022).
     module = importlib.import_module(name)
     assert [public for public in module.__all__ if not hasattr(module, public)] == []
     assert len(set(module.__all__)) == len(module.__all__)

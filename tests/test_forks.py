@@ -1,4 +1,4 @@
-"""A forked process can't use its parent's device; workers that only read data keep working."""
+"""A forked process can't use its parent's device; workers that only read data work."""
 
 import multiprocessing
 import os
@@ -30,7 +30,7 @@ def trained(cores):
 
 
 def in_fork(call):
-    """Call a function in a forked child, and return what it raises, or else returns, as text."""
+    """Call a function in a forked child, and return its error or result as text."""
     out, into = os.pipe()
     child = os.fork()
     if not child:
@@ -47,7 +47,7 @@ def in_fork(call):
     return said
 
 
-def test_each_use_of_the_device_in_a_fork_is_an_error_at_once(cores):
+def test_each_use_of_the_device_in_a_fork_is_an_error(cores):
     model = trained(cores)
     weight = model.module.weight
     uses = (
@@ -64,9 +64,11 @@ def test_each_use_of_the_device_in_a_fork_is_an_error_at_once(cores):
         lambda: torch.ones(3).to(weight.device),
         lambda: torch.equal(weight, weight),
     )
+    ours = "ForkedError: this process was forked after the device had been started"
+    torch_tpus = "cannot access or re-initialize TPU in a forked subprocess"
     for use in uses:
         said = in_fork(use)
-        assert said.startswith("ForkedError: this process was forked from one that had started the device"), said
+        assert said.startswith(ours) or torch_tpus in said, said
     assert in_fork(lambda: X.sum() == X.sum()) == "True"
     assert model.predict(X, verbose=0).shape == (16, 1)
 
@@ -97,12 +99,12 @@ def predicted(model, queue):
         queue.put(str(error))
 
 
-def test_a_process_of_multiprocessing_is_refused(cores):
+def test_a_forked_multiprocessing_process_is_refused(cores):
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     process = context.Process(target=predicted, args=(trained(cores), queue))
     process.start()
-    assert "'spawn' or 'forkserver'" in queue.get()
+    assert "get_context('spawn')" in queue.get()
     process.join(60)
     assert process.exitcode == 0
 
@@ -122,7 +124,7 @@ class Rows(Dataset):
 
 
 @pytest.mark.slow
-def test_workers_read_and_are_refused_the_device(cores):
+def test_workers_can_read_but_cannot_use_the_device(cores):
     model = trained(cores)
     before = model.get_weights()[0]
     for rows in (Rows(model), Rows(weight=model.module.weight)):

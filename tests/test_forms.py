@@ -1,4 +1,4 @@
-"""Rows that are given where batches belong: batched as PyTorch's DataLoader does, or refused in a sentence."""
+"""Rows instead of batches are batched as PyTorch's DataLoader does, or refused with a sentence."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ Y = torch.arange(16) % 3
 
 
 class Rows:
-    """No Dataset of PyTorch's, but its DataLoader takes it."""
+    """Not a subclass of PyTorch's Dataset, but its DataLoader accepts it."""
 
     def __len__(self):
         return 16
@@ -32,7 +32,7 @@ class Dicts(Rows):
 
 
 class Iterable(Rows):
-    """As a data set of Hugging Face, it can be iterated, too."""
+    """Like a data set of Hugging Face, it can also be iterated."""
 
     def __iter__(self):
         return (self[i] for i in range(16))
@@ -42,7 +42,7 @@ class Iterable(Rows):
 
 
 class Batches(Rows):
-    """As a loader of another library: its items are batches."""
+    """Like a loader of another library: its items are batches."""
 
     def __len__(self):
         return 4
@@ -70,7 +70,7 @@ class Batches(Rows):
         ((X, Y), False),
         ((X, Y.tolist()), False),
         ((X[:, 0], Y), False),
-        (([*X[:4]], [*Y[:4]]), False),  # unstacked
+        (([*X[:4]], [*Y[:4]]), False),  # not stacked
         (((X, 0.5), Y), False),
         ((torch.zeros(40, 3), torch.zeros(8)), False),  # nodes and graphs
         ({"x": X, "scale": 0.5}, False),
@@ -84,7 +84,7 @@ def test_rows_and_batches(item, is_one):
     assert is_sample(item) is is_one
 
 
-def test_what_is_read_by_numbers():
+def test_data_with_numeric_indices():
     rows = [(X[i], Y[i]) for i in range(3)]
     assert [is_map_style(data) for data in (Rows(), Dicts(), Iterable(), TensorDataset(X), rows)] == [True] * 5
     others = (Batches(), [(X, Y)] * 3, X, [1.0, 2.0], [X, X], {}, DataLoader(rows), range(3), [], iter(rows))
@@ -116,20 +116,24 @@ def test_rows_are_batched_in_the_order_of_a_dataset(data):
 )
 @pytest.mark.parametrize("cores", [1, 2])
 def test_single_rows_are_refused(data, says, cores):
-    with pytest.raises(DataError, match=f"x gives single rows, not batches: the first has .*{says}"):
+    with pytest.raises(DataError, match=f"x yields single rows, not batches: the first has .*{says}"):
         next(stream(data(), cores=cores).epoch(0))
 
 
 def test_items_of_keras_are_batches():
     kind = type("PyDataset", (Rows,), {"__module__": "keras.src.trainers"})
-    with pytest.raises(DataError, match="x is a Own of Keras, whose items are batches"):
+    with pytest.raises(DataError, match="x is a Keras Own, whose items are batches"):
         stream(type("Own", (kind,), {})())
 
 
 @pytest.mark.parametrize(
     ("x", "y", "says"),
     [
-        ([*X], Y, r"got \[5, 5, .* x is a list of 16 arrays, each an input by itself: .* pass torch.stack\(x\)$"),
+        (
+            [*X],
+            Y,
+            r"got \[5, 5, .* x is a list of 16 arrays, which count as separate inputs: .* pass torch.stack\(x\)$",
+        ),
         ([*X.numpy()], Y, r"np.stack\(x\)$"),
         ([[1.0, 2.0], [3.0]], Y[:2], "x must be an array of numbers, got rows of different lengths"),
         (["a", "b"], Y[:2], r"x\[0\] must be an array of numbers, got text \('a'\)"),
@@ -137,15 +141,15 @@ def test_items_of_keras_are_batches():
         (X.numpy().astype(object), Y, r"x must be .* dtype object and shape \(16, 5\), .*astype\('float32'\)"),
         (np.array([np.ones(3), np.ones(2)], dtype=object), Y[:2], "rows of different lengths: pad them"),
         ({"a": X, "b": np.arange(16).astype("datetime64[D]")}, Y, r"x\['b'\] must be .* datetime64\[D\]"),
-        (X.to_sparse(), Y, "x must be dense tensors, got one that is sparse"),
+        (X.to_sparse(), Y, "x must be dense tensors, got a tensor that is sparse"),
         (torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), Y, r"quantized \(qint8\): pass x.dequantize\(\)"),
         (X.to("meta"), Y, "meta, which has no values"),
         (torch.nested.nested_tensor([X[0], X[1]], layout=torch.jagged), Y[:2], "nested: pad it"),
         (nn.utils.rnn.pack_sequence([X[:3], X[:2]]), Y[:2], "x holds a PackedSequence, whose rows"),
-        ({}, None, "x holds no array"),
+        ({}, None, "x contains no array"),
     ],
 )
-def test_arrays_that_are_none(x, y, says):
+def test_invalid_arrays(x, y, says):
     with pytest.raises(DataError, match=says) as refusal:
         stream(x, y)
     assert len(str(refusal.value)) < 300
@@ -162,7 +166,7 @@ def test_lists_of_numbers_are_arrays(y):
 
 
 @pytest.mark.cores(1, 8)
-def test_rows_train_and_predict_as_arrays_do(cores):
+def test_rows_train_and_predict_as_arrays(cores):
     def trained(data, size=2):
         tpufit.set_random_seed(0)
         model = tpufit.Model(nn.Linear(5, 3))
@@ -175,10 +179,10 @@ def test_rows_train_and_predict_as_arrays_do(cores):
     expected = F.linear(X, model.module.weight.cpu(), model.module.bias.cpu()).detach().numpy()
     assert model.predict(Rows(), batch_size=2, verbose=0) == pytest.approx(expected, abs=1e-5)
     assert model.evaluate(Rows(), batch_size=2, verbose=0) == model.evaluate(X, Y, batch_size=2, verbose=0)
-    if cores == 1:  # on several, rows that are joined to one fail in the first layer
-        with pytest.raises(BatchError, match=r"single rows, not batches: of x of shape \(5,\) .* of shape \(3,\)"):
+    if cores == 1:  # on several cores, rows that are joined to one row fail in the first layer
+        with pytest.raises(BatchError, match=r"single rows, not batches: from x of shape \(5,\) .* of shape \(3,\)"):
             model.predict(iter(X), verbose=0)
     for wrong in (lambda: iter([(X[0], Y[0])]), lambda: DataLoader(TensorDataset(X, Y), batch_size=None)):
         for run in (model.fit, model.evaluate, model.predict):
-            with pytest.raises(DataError, match="gives single rows, not batches"):
+            with pytest.raises(DataError, match="yields single rows, not batches"):
                 run(wrong(), verbose=0)

@@ -1,4 +1,4 @@
-"""Numbers that an optimizer's steps change in its groups: their arithmetic is Python's, whatever way it takes."""
+"""Numbers that an optimizer's steps change in its groups: their arithmetic equals Python's, in every branch."""
 
 import pytest
 
@@ -25,11 +25,11 @@ def course_of(numbers):
 
 
 def again(course, found, numbers):
-    values = course.again({(0, 0, 0, str(i)): value for i, value in enumerate(numbers)})
+    values = course.recompute({(0, 0, 0, str(i)): value for i, value in enumerate(numbers)})
     return values and tuple(values[number.index] if hasattr(number, "index") else number for number in found)
 
 
-def test_it_computes_what_python_does_to_the_bit():
+def test_arithmetic_equals_pythons_bit_for_bit():
     numbers = 0, 0.05, -1.0, 0.0
     course, found = course_of(numbers)
     assert again(course, found, numbers) == averaged(*numbers)
@@ -43,17 +43,17 @@ def test_it_computes_what_python_does_to_the_bit():
     [(3, 0.05, 0.02, 0.3), (1, 0.05, 0.2, 0.3), (0, 0.0, -1.0, 0.0)],
     ids=["after the warm-up", "with a smaller rate", "with a rate of 0"],
 )
-def test_another_way_is_another_course(numbers):
+def test_another_branch_is_another_course(numbers):
     course, found = course_of((0, 0.05, -1.0, 0.0))
     assert again(course, found, numbers) is None
     other, found = course_of(numbers)
     assert again(other, found, numbers)[:3] == averaged(*numbers)[:3]
-    assert other.again({(0, 0, 0, str(i)): value for i, value in enumerate((1, 0.07, 0.02, 0.3))}) is None
+    assert other.recompute({(0, 0, 0, str(i)): value for i, value in enumerate((1, 0.07, 0.02, 0.3))}) is None
 
 
 @pytest.mark.parametrize("read", [float, int, hash, lambda number: {number: 0}])
-def test_a_number_that_is_read_otherwise_belongs_to_the_course(read):
+def test_a_number_that_is_read_belongs_to_the_course(read):
     course = Course()
     read(course.number((0, 0, 0, "k"), 2))
-    assert course.again({(0, 0, 0, "k"): 2}) == [2, 2]
-    assert course.again({(0, 0, 0, "k"): 3}) is None
+    assert course.recompute({(0, 0, 0, "k"): 2}) == [2, 2]
+    assert course.recompute({(0, 0, 0, "k"): 3}) is None

@@ -1,4 +1,4 @@
-"""What a host has: read from a folder that is laid out like one."""
+"""The hardware of a host, read from a folder with the layout of its file system."""
 
 import os
 
@@ -8,13 +8,13 @@ from tpufit.utils import hardware
 
 
 def lay_out(root, *, device=None, chips=0, folders=()):
-    """A root folder with so many TPU chips on its PCI bus, and other folders."""
+    """Create a root folder with TPU chips on its PCI bus, and other folders."""
     for number in range(chips):
         card = root / "sys/bus/pci/devices" / f"0000:00:0{number}.0"
         card.mkdir(parents=True)
         (card / "vendor").write_text("0x1ae0\n")
         (card / "device").write_text(f"{device}\n")
-    network = root / "sys/bus/pci/devices/0000:00:09.0"  # Google's too, and no TPU
+    network = root / "sys/bus/pci/devices/0000:00:09.0"  # also Google's, but not a TPU
     network.mkdir(parents=True)
     (network / "vendor").write_text("0x1ae0\n")
     (network / "device").write_text("0x0042\n")
@@ -52,8 +52,8 @@ def test_the_chips_of_each_type(tmp_path, device, chips, name, cores):
         (0, [], "a machine without a TPU"),
     ],
 )
-def test_the_place_is_known_by_what_is_there(tmp_path, monkeypatch, chips, folders, place):
-    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")  # copied from somewhere
+def test_the_platform_is_recognised(tmp_path, monkeypatch, chips, folders, place):
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")  # copied from elsewhere
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release")
     assert hardware.place(lay_out(tmp_path, device="0x0063", chips=chips, folders=folders)) == place
 
@@ -61,7 +61,7 @@ def test_the_place_is_known_by_what_is_there(tmp_path, monkeypatch, chips, folde
 LEFT = {"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0", "TPU_ACCELERATOR_TYPE": "v3-8"}
 
 
-def test_on_kaggle_stale_variables_are_removed_and_it_says_so(tmp_path):
+def test_on_kaggle_stale_variables_are_removed(tmp_path):
     environ = dict(LEFT)
     with pytest.warns(UserWarning, match="removed TPU_PROCESS_ADDRESSES='local' and CLOUD_TPU_TASK_ID='0'"):
         hardware.drop_stale_variables(environ, lay_out(tmp_path, device="0x0027", chips=4, folders=["kaggle"]))
@@ -69,7 +69,7 @@ def test_on_kaggle_stale_variables_are_removed_and_it_says_so(tmp_path):
 
 
 @pytest.mark.parametrize(("chips", "folders"), [(4, []), (0, ["kaggle"])])
-def test_elsewhere_they_stay(tmp_path, chips, folders):
+def test_elsewhere_variables_stay(tmp_path, chips, folders):
     environ = dict(LEFT)
     hardware.drop_stale_variables(environ, lay_out(tmp_path, device="0x0027", chips=chips, folders=folders))
     assert environ == LEFT
@@ -78,11 +78,11 @@ def test_elsewhere_they_stay(tmp_path, chips, folders):
 @pytest.mark.parametrize(("chips", "left"), [(0, {"TPU_SKIP_MDS_QUERY": "1"}), (4, {})])
 def test_without_a_tpu_the_cloud_is_not_asked_for_one(tmp_path, chips, left):
     environ = {}
-    hardware.leave_the_cloud_alone(environ, lay_out(tmp_path, device="0x0027", chips=chips, folders=[]))
+    hardware.skip_metadata_query(environ, lay_out(tmp_path, device="0x0027", chips=chips, folders=[]))
     assert environ == left
 
 
-def test_who_holds_the_tpu(tmp_path):
+def test_the_processes_that_use_the_tpu(tmp_path):
     for pid, opened in ((17, "/dev/vfio/0"), (18, "/dev/null"), (9, "/dev/accel0")):
         (tmp_path / f"proc/{pid}/fd").mkdir(parents=True)
         os.symlink(opened, tmp_path / f"proc/{pid}/fd/3")

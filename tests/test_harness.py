@@ -1,16 +1,14 @@
-"""The processes that tests run in: pytests of their own run small test files through this folder's harness."""
+"""The processes of tests: nested runs of pytest run small test files with this folder's harness."""
 
-import os
 import shutil
 import signal
-import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import processes
 import pytest
-import warm
 
 pytest_plugins = ["pytester"]
 
@@ -19,17 +17,17 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.fixture
 def nested(pytester, monkeypatch):
-    """Run pytest on one test file with this project's settings and harness."""
+    """Run pytest on a test file with this project's settings and harness."""
     tests = pytester.mkdir("tests")
-    for name in ("conftest.py", "on_cores.py", "processes.py", "warm.py", "warm_child.py", "xla_flags.py"):
+    for name in ("conftest.py", "on_cores.py", "processes.py", "warm.py", "xla_flags.py"):
         shutil.copy(HERE / name, tests)
     shutil.copy(HERE.parent / "setup.cfg", pytester.path)
-    pytester.makepyfile(torch_xla="")  # a stand-in: the real one takes seconds
+    pytester.makepyfile(torch_xla="")  # a stand-in, because the real package takes seconds
     monkeypatch.setenv("WARM_IMPORTS", "")
 
     def run(source, *arguments):
         (tests / "test_inner.py").write_text(f"import os, pathlib, signal, subprocess, sys, time, pytest\n\n{source}")
-        # Plugins that none of these tests needs, and that take a second to import.
+        # Plugins that these tests don't need, and that take a second to import.
         without = ["-p", "no:hypothesispytest", "-p", "no:anyio"]
         return pytester.runpytest_subprocess("-rA", *without, *arguments, timeout=100)
 
@@ -37,7 +35,7 @@ def nested(pytester, monkeypatch):
 
 
 def dies(pid):
-    """Whether a process is gone, or a zombie (its adoptive parent may not care), in a few seconds at the latest."""
+    """Wait a few seconds until a process is gone, or a zombie (its adoptive parent may not reap it)."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         try:
@@ -82,7 +80,7 @@ def test_here():
 
 
 def notes(path):
-    """What the test file above wrote: (name, cores) pairs, and the process ids of each number of cores."""
+    """Return the notes of the test file above: (name, cores) pairs, and the process ids for each number of cores."""
     lines = [line.rsplit(maxsplit=3) for line in (path / "notes").read_text().splitlines()]
     pids = {}
     for _, cores, pid, _ in lines:
@@ -98,7 +96,7 @@ def test_each_number_of_cores_has_one_process(nested, pytester):
     assert len(set.union(*pids.values())) == 3
 
 
-def test_files_share_a_process_but_for_tests_that_are_to_be_alone(nested, pytester):
+def test_files_share_a_process_except_tests_that_are_alone(nested, pytester):
     other = """
 import os, pytest
 from test_inner import note
@@ -184,7 +182,7 @@ def test_only_selected_tests_run(nested, pytester, arguments, expected):
     assert notes(pytester.path)[0] == expected
 
 
-def test_on_cores_runs_the_tests_right_here(nested, pytester):
+def test_on_cores_runs_tests_in_this_process(nested, pytester):
     nested(NOTES, "--on-cores=1").assert_outcomes(passed=2, deselected=5)
     assert set(notes(pytester.path)[1]) == {1}
 
@@ -238,7 +236,7 @@ def test_skipped(): pass
     )
 
 
-def test_a_hanging_test_is_killed_with_all_it_started(nested, pytester):
+def test_a_hanging_test_is_killed_with_its_processes(nested, pytester):
     result = nested(
         """
 @pytest.mark.cores(2)
@@ -259,7 +257,7 @@ def test_after(): pass
     result.stdout.fnmatch_lines(
         [
             "*_ test_hangs?cores2? _*",
-            "the process (2 cores) ended in this test: nothing was heard from it for 1 s, and it was killed",
+            "the process (2 cores) ended in this test: it wrote nothing for 1 s, and was killed",
             "*on the way*",
             '*test_inner.py", line *in test_hangs',
         ]
@@ -267,7 +265,7 @@ def test_after(): pass
     assert dies((pytester.path / "pid").read_text())
 
 
-def test_a_dying_process_fails_only_the_test_it_was_in(nested):
+def test_a_dying_process_fails_only_its_current_test(nested):
     result = nested(
         """
 @pytest.mark.cores(2)
@@ -295,7 +293,7 @@ def test_after(): pass
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("leave", "cause"), [("os._exit(0)", "exit code 0"), ("pytest.exit('bye')", "exit code 2")])
-def test_a_process_that_leaves_early_is_a_failure(nested, leave, cause):
+def test_a_process_that_exits_early_is_a_failure(nested, leave, cause):
     result = nested(f"@pytest.mark.cores(2)\ndef test_leaves(): {leave}")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f"*ended in this test: it ended with {cause}"])
@@ -347,7 +345,7 @@ def test_never(): pathlib.Path("ran").touch()
     assert not (pytester.path / "ran").exists()
 
 
-def test_importing_the_device_here_is_a_failure(nested):
+def test_importing_torch_xla_in_pytest_is_a_failure(nested):
     nested(
         """
 def test_imports(): import torch_xla
@@ -364,7 +362,7 @@ def test_may_import(): import torch_xla
 def test_cores_without_the_marker_is_explained(nested):
     result = nested("def test_forgot(cores): pass")
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*is marked with the numbers: @pytest.mark.cores(1, 8)"])
+    result.stdout.fnmatch_lines(["*needs a mark with the numbers: @pytest.mark.cores(1, 8)"])
 
 
 def test_run_python(run_python, tmp_path):
@@ -381,6 +379,7 @@ def test_run_python(run_python, tmp_path):
 
 
 def test_run_python_kills_at_the_timeout(run_python, tmp_path):
+    run_python("")  # the first fork waits for the imports
     start = time.monotonic()
     with pytest.raises(
         pytest.fail.Exception, match=r"(?s)still running after 1 s.*half a line.*most recent call first"
@@ -411,41 +410,27 @@ def test_a_process_group_ends_with_its_block(tmp_path, fresh):
     assert process.returncode == -signal.SIGKILL
 
 
-WORKERS = """
-import multiprocessing, sys
-import torch
-
-def work(connection):
-    connection.send((torch.full((2,), 3.0).tolist(), sys.argv, multiprocessing.current_process().name))
-    connection.recv()  # until the parent has ended
-
-if __name__ == "__main__":
-    multiprocessing.set_executable({python!r})
-    context = multiprocessing.get_context({method!r})
-    ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs,), name="the worker")
-    process.start()
-    theirs.close()
-    said = ours.recv()
-    ours.send(None) if {method!r} == "spawn" else process.kill()
-    process.join()
-    print(said, process.exitcode)
+WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+# Stands for pytest.
+STARTS = f"""
+import sys, time
+sys.path.insert(0, {str(HERE)!r})
+import processes
+command = [sys.executable, "-c", {WAITS!r}]
+with open("output", "wb") as output, processes.process_group(
+    command, fresh=FRESH, stdout=output, stderr=output
+) as process:
+    time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("method", "status"), [("spawn", 0), pytest.param("forkserver", -9, marks=pytest.mark.soak)])
-def test_a_worker_of_multiprocessing_may_be_a_fork(tmp_path, method, status):
-    script = tmp_path / "script.py"
-    script.write_text(WORKERS.format(method=method, python=processes.SERVER.python()))
-    ended = processes.run([sys.executable, str(script), "a"], timeout=120)
-    assert ended.stdout == f"([3.0, 3.0], ['{script}', 'a'], 'the worker') {status}\n", ended.stderr
-
-
-def test_who_asks_for_a_fork_may_be_killed_meanwhile(tmp_path):
-    processes.SERVER.python()
-    for said in (b"", b"half", (5).to_bytes(8, "little") + b"ha"):
-        with socket.socket(socket.AF_UNIX) as asking:
-            asking.connect("\0" + os.environ[warm.ADDRESS])
-            asking.sendall(said)
-    ended = processes.run([sys.executable, "-c", "print('still there')"], timeout=120)
-    assert ended.stdout == "still there\n"
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_killed_pytest_leaves_no_process(tmp_path, fresh, monkeypatch):
+    monkeypatch.setenv("WARM_IMPORTS", "")
+    output = tmp_path / "output"
+    with subprocess.Popen([sys.executable, "-c", STARTS.replace("FRESH", str(fresh))], cwd=tmp_path) as stand_in:
+        while not (output.exists() and output.read_text().endswith("\n")):
+            assert stand_in.poll() is None
+            time.sleep(0.02)
+        stand_in.kill()
+    assert dies(output.read_text().strip())

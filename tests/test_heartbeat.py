@@ -1,4 +1,4 @@
-"""The signs of life of a pod's hosts, here in threads of one process."""
+"""The heartbeats of a pod's hosts, here in threads of one process."""
 
 import socket
 import struct
@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from tpufit.hosts.heartbeat import Heartbeat
 
 
-def test_hosts_hear_of_each_other_and_of_no_stranger():
+def test_hosts_ignore_strangers():
     store, hosts = HashStore(), {}
     first = threading.Thread(target=lambda: hosts.update({0: Heartbeat(0, 2, store, "localhost")}))
     first.start()
@@ -44,7 +44,7 @@ def test_a_host_that_leaves_while_another_is_lost_keeps_its_heartbeat(monkeypatc
         other.sendall(word.encode())
         first.join()
         other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        other.close()  # as the kernel does for a process that is killed
+        other.close()  # as the kernel does for a killed process
         hosts[-1].leave("has ended")
-    time.sleep(1.5)  # more than the time from one sign of life to the next
+    time.sleep(1.5)  # more than the time between two heartbeats
     assert not died

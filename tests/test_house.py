@@ -1,4 +1,4 @@
-"""The house stays habitable: no object reaches into another, and the user's object is the user's."""
+"""Rules of the code: no object uses another's private attributes, and the user's objects belong to the user."""
 
 import ast
 import re
@@ -6,10 +6,10 @@ import re
 import pytest
 from test_floors import ROOT, SOURCES
 
-# Names that begin with an underscore and belong to somebody else: the object, and what it may be asked for.
+# Names that begin with an underscore and belong to other libraries, with the objects that have them.
 # Each is the only way that PyTorch, torch_xla, torchmetrics or Python offers.
 FRIENDS = {
-    "runtime._XLAC": "torch_xla's own bindings, in tpufit/runtime/ only",
+    "runtime._XLAC": "torch_xla's own bindings, in tpufit/drivers/xla/ only",
     "xla()": "the same",
     "torch._C": "PyTorch's dispatcher",
 }
@@ -24,7 +24,8 @@ FRIENDLY_ATTRIBUTES = {
     "_is_view": "of a tensor: whether its memory is another's",
     "_base": "of a tensor: the one whose memory it has",
     "_view_func_unsafe": "of a tensor: the same view of another one",
-    "_fix_weakref": "of a tensor: keeps one that the garbage collector has told of alive",
+    "_fix_weakref": "of a tensor: lets Python own a tensor that only C++ has kept",
+    "_use_count": "of a tensor: the number of its users in C++; 0 while it is being freed",
     "_backward_hooks": "of a tensor: what is told of its gradient",
     "_version": "of a tensor: how often it was changed in place",
     "_make_subclass": "of torch.Tensor: a parameter over another's value",
@@ -41,6 +42,7 @@ FRIENDLY_ATTRIBUTES = {
     "_engine": "of a model: `load` fills it, in model.py",
     "_XLAC": "of torch_xla: its bindings",
     "_C": "of torch: its bindings",
+    "_schema": "of torch's operations: their arguments",
     "_ops": "of torch: the type of an operation's forms",
     "_xla": "of jaxlib's xla_client: its bindings, in the process that compiles for a TPU",
 }
@@ -70,7 +72,7 @@ def classes():
 
 
 def reaches():
-    """Each private attribute of another object that the code names: its place, the object, and the attribute."""
+    """Yield each private attribute of another object in the code: its place, the object, and the attribute."""
     for path, tree in SOURCES.values():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
@@ -80,7 +82,7 @@ def reaches():
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", owner, node.attr
 
 
-def test_no_object_reaches_into_another():
+def test_no_object_uses_private_attributes_of_another():
     reached = [
         f"{place} {owner}.{name}"
         for place, owner, name in reaches()
@@ -89,7 +91,7 @@ def test_no_object_reaches_into_another():
     assert not reached, "\n".join(reached)
 
 
-def test_every_friend_is_needed():
+def test_every_exception_is_needed():
     owners = {owner for _, owner, _ in reaches()}
     names = {name for _, owner, name in reaches() if owner not in FRIENDS}
     assert (FRIENDS.keys() - owners, FRIENDLY_ATTRIBUTES.keys() - names) == (set(), set())
@@ -116,7 +118,7 @@ def test_every_warning_names_the_users_line():
     assert {place.partition(":")[0] for place in own} == {"tpufit/utils/users_code.py"}, own
 
 
-# Calls that change a process outside of the code that makes them.
+# Calls that change the process outside of the code that makes them.
 CHANGE_THE_PROCESS = {
     "atexit.register",
     "atexit.unregister",
@@ -138,14 +140,14 @@ CHANGE_THE_PROCESS = {
 
 
 def root_of(node):
-    """The name that an expression such as `a.b[c].d` begins with."""
+    """Return the first name in an expression such as `a.b[c].d`."""
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
 
 
 def changes_the_process(node, others):
-    """True for a statement that sets an attribute of another library's, or an object's class, or for such a call."""
+    """True for a statement or call that sets an attribute of another library, or an object's class."""
     if isinstance(node, ast.Call):
         called = ast.unparse(node.func)
         gives = called in ("setattr", "replaced") and bool(node.args) and root_of(node.args[0]) in others
@@ -169,3 +171,55 @@ def test_every_change_of_the_process_is_listed():
             changing.add(path.relative_to(ROOT).as_posix().removeprefix("tpufit/"))
     listed = re.findall(r"^\| `([a-z_/]+\.py)` \|", (ROOT / "tpufit/utils/patches.py").read_text(), re.MULTILINE)
     assert changing == set(listed)
+
+
+def test_names_of_tests_are_short_enough_to_search_for():
+    tests = re.compile(r"^ *def (test_\w+)", re.MULTILINE)
+    names = [name for path in sorted((ROOT / "tests").rglob("test_*.py")) for name in tests.findall(path.read_text())]
+    assert len(names) > 1000 and [name for name in names if len(name) > 70] == []
+
+
+def test_the_table_of_a_package_lists_its_modules():
+    listed = {}
+    for package in sorted((ROOT / "tpufit").rglob("__init__.py")):
+        rows = re.findall(r"^\| (`[^|]+) \|", package.read_text(), flags=re.MULTILINE)
+        if rows:
+            modules = {path.stem for path in package.parent.glob("*.py")} - {"__init__"}
+            packages = {path.parent.name for path in package.parent.glob("*/__init__.py")}
+            listed[package.parent.name] = (set(re.findall(r"`(\w+)`", " ".join(rows))), modules | packages)
+    assert len(listed) > 5
+    assert {name: found for name, (found, _) in listed.items()} == {name: there for name, (_, there) in listed.items()}
+
+
+def test_attributes_that_docstrings_cite_exist():
+    """`Class.attribute` in a docstring or a comment, where the class is ours."""
+    ours = {}
+    known = {}
+    for _, _, kind in classes():
+        ours.setdefault(kind.name, []).append(kind)
+        known[kind.name] = known.get(kind.name, set()) | attributes_of(kind) | defined_in(kind)
+
+    def has(name, attribute):
+        bases = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for kind in ours[name] for base in kind.bases]
+        foreign = any(base not in ours and base not in ("ABC", "Generic", "Protocol") for base in bases)
+        return attribute in known[name] or foreign or any(has(base, attribute) for base in bases if base in ours)
+
+    cited = [
+        (path.relative_to(ROOT).as_posix(), *name.split("."))
+        for path, _ in SOURCES.values()
+        for name in re.findall(r"`([A-Z]\w+\.\w+)(?:\(.*?\))?`", path.read_text())
+    ]
+    cited = [(place, name, attribute) for place, name, attribute in cited if name in ours]
+    assert len(cited) > 50 and [one for one in cited if not has(*one[1:])] == []
+
+
+def defined_in(kind):
+    """The methods, fields and class variables of a class."""
+    targets = [
+        node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        for node in kind.body
+        if isinstance(node, (ast.AnnAssign, ast.Assign))
+    ]
+    return {node.name for node in kind.body if isinstance(node, ast.FunctionDef)} | {
+        target.id for target in targets if isinstance(target, ast.Name)
+    }

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers: dict batches with labels, the loss they compute, outputs that are logits."""
+"""Models of Hugging Face's transformers: dict batches with labels, the loss that they compute, logits as outputs."""
 
 import copy
 import warnings
@@ -91,10 +91,10 @@ def test_outputs_are_logits(cores):
         np.testing.assert_allclose(model.predict_on_batch(x, cores=cores), logits, atol=1e-5)
     assert model.evaluate(with_labels, **size) == pytest.approx([loss, accuracy], abs=1e-5)
     assert model.test_on_batch(with_labels, cores=cores) == pytest.approx([loss, accuracy], abs=1e-5)
-    assert model(X).logits.shape == (24, 3)  # a call gives all that the module returns
+    assert model(X).logits.shape == (24, 3)  # a call returns all outputs of the module
 
 
-def test_tokens_that_are_left_out(cores):
+def test_ignored_tokens(cores):
     labels = np.where(MASK == 1, IDS % 3, -100)
     net = bert(tokens=True).eval()
     with torch.no_grad():
@@ -105,8 +105,8 @@ def test_tokens_that_are_left_out(cores):
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt", "t5"])
-def test_accumulated_texts_count_by_their_labels(cores, name):
-    """Two batches of 8 texts are one of 16, and an evaluation is the mean over all labels, as in one batch."""
+def test_accumulated_texts_are_weighted_by_labels(cores, name):
+    """Two batches of 8 texts equal one of 16, and an evaluation is the mean over all labels, as in one batch."""
     net, rows = (
         (bert(tokens=True), {k: torch.from_numpy(v) for k, v in X.items()})
         if name == "bert"
@@ -140,7 +140,7 @@ def test_tensors_that_the_module_does_not_name(cores):
     model.compile("sgd", jit_compile=False)
     batch = X | {"labels": LABELS, "token_type_ids": MASK * 0, "text": ["a"] * 24}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "x has 'token_type_ids', which .* doesn't name")  # unless it takes any
+        warnings.filterwarnings("ignore", "x has 'token_type_ids', which .* doesn't name")  # unless it accepts any
         assert np.isfinite(model.train_on_batch(batch, cores=cores))
 
 
@@ -150,12 +150,12 @@ def test_a_loss_that_the_module_does_not_compute(cores):
             ArgumentError, match="loss='module' takes the loss that the module returns.* Put the labels"
         ):
             compiled("module").fit(x, verbose=0, cores=cores)
-    with pytest.raises(ArgumentError, match="sample_weight can't weigh the loss that the module computes"):
+    with pytest.raises(ArgumentError, match="sample_weight can't be applied to the loss that the module computes"):
         compiled(None).train_on_batch(X | {"labels": LABELS}, None, np.ones(24), cores=cores)
 
 
 def architecture(name, attention):
-    """A small model with random weights, without dropout, and a batch of it for every three rows."""
+    """A small model with random weights, without dropout, and a batch for it with every three rows."""
     import transformers
 
     ids, mask, labels = torch.from_numpy(IDS), torch.from_numpy(MASK), torch.from_numpy(LABELS)
@@ -254,11 +254,11 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_the_masks_of_transformers_are_those_of_a_kernel(cores, name):
-    """Flash attention, by an interpreter, takes what transformers makes of padding, windows and joined texts."""
+def test_masks_of_transformers_fit_the_kernel(cores, name):
+    """Flash attention, by an interpreter, accepts transformers' masks of padding, windows and packed texts."""
     import transformers
 
-    from tpufit.runtime.ops.flash import interpreted
+    from tpufit.runtime.trace_context import tracing_with
 
     given, family, task, options = MASKS[name]
     losses, x = {}, {"input_ids": TEXTS, "labels": TEXTS} | given
@@ -267,7 +267,7 @@ def test_the_masks_of_transformers_are_those_of_a_kernel(cores, name):
         net = getattr(transformers, family + task)(getattr(transformers, f"{family}Config")(**options))
         model = tpufit.Model(net)
         model.compile(torch.optim.SGD(net.parameters(), 0.1), scale_lr=None, attention=attention)
-        with interpreted():
+        with tracing_with(interprets_flash=True):
             history = model.fit(x, batch_size=ROWS // cores, epochs=2, shuffle=False, verbose=0, cores=cores)
         losses[attention] = history.history["loss"]
         if attention == "flash":

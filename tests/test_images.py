@@ -1,4 +1,4 @@
-"""Image folders: which files are found, what becomes of each kind of image, and the cache they go into."""
+"""Image folders: the files that are found, the conversion of each kind of image, and caches of images."""
 
 import os
 import shutil
@@ -31,18 +31,18 @@ def stripes(width=90, height=30):
 
 
 def read(path, size=None):
-    """The one image in a folder of one class."""
+    """Return the single image in a folder of one class."""
     return ImageFolder(path.parent.parent, size)[0][0]
 
 
 def colours(image):
-    """All the colours of an image."""
+    """Return all colours of an image."""
     return {tuple(pixel) for pixel in image.flatten(1).T.tolist()}
 
 
 @pytest.fixture
 def file(tmp_path):
-    """Where to put the one image of a folder of one class."""
+    """Return the path of the single image in a folder of one class."""
     return lambda name: tmp_path / "photos" / "class" / name
 
 
@@ -60,13 +60,13 @@ def test_classes_are_folders_and_images_lie_at_any_depth(tmp_path):
         assert (image.dtype, image.shape, image.is_contiguous(), type(label)) == (torch.uint8, (3, 6, 8), True, int)
 
 
-def test_hidden_files_and_folders_are_passed_over(tmp_path):
+def test_hidden_files_and_folders_are_skipped(tmp_path):
     for name in ("cat/1.png", "cat/._1.png", "cat/.ipynb_checkpoints/1.png", ".ipynb_checkpoints/1.png", ".1.png"):
         put(tmp_path / name)
     assert len(ImageFolder(tmp_path)) == 1
 
 
-def test_a_linked_folder_is_one(tmp_path):
+def test_a_linked_folder_is_a_class(tmp_path):
     put(tmp_path / "elsewhere" / "1.png")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat").symlink_to(tmp_path / "elsewhere")
@@ -77,13 +77,13 @@ def test_a_linked_folder_is_one(tmp_path):
     assert found == ["cat/1.png", "cat/young/2.png"]
 
 
-def test_what_is_no_image_is_counted_in_a_warning(tmp_path):
+def test_other_files_are_counted_in_a_warning(tmp_path):
     for name in ("cat/1.png", "2.png", "3.jpg"):
         put(tmp_path / name)
     for name in ("cat/notes.txt", "cat/Makefile", "cat/deep/notes.txt", "labels.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    with pytest.warns(UserWarning, match="2 .txt, 2 images beside the class folders, 1 without a suffix$") as caught:
+    with pytest.warns(UserWarning, match="2 .txt, 2 images outside the class folders, 1 without a suffix$") as caught:
         assert len(ImageFolder(tmp_path)) == 1
     assert caught[0].filename == __file__
 
@@ -91,10 +91,10 @@ def test_what_is_no_image_is_counted_in_a_warning(tmp_path):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "has no folders in it: images must lie in one per class"),
-        (["1.png"], "has no folders in it"),
-        (["cat/1.png", "dog/"], "dog has no images in it .files that end in .bmp, .jpeg"),
-        (["cat/1.txt"], "cat has no images in it"),
+        ([], "has no subfolders: put the images in a folder per class"),
+        (["1.png"], "has no subfolders"),
+        (["cat/1.png", "dog/"], "dog has no images .files that end in .bmp, .jpeg"),
+        (["cat/1.txt"], "cat has no images"),
     ],
 )
 def test_folders_without_images(tmp_path, names, message):
@@ -105,13 +105,13 @@ def test_folders_without_images(tmp_path, names, message):
         ImageFolder(tmp_path)
 
 
-def test_no_folder(tmp_path):
+def test_a_missing_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         ImageFolder(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, "64", (4,), (4, 0), (4, 4, 3), (4, 4.0)])
-def test_sizes_that_cannot_be(tmp_path, size):
+def test_invalid_sizes(tmp_path, size):
     put(tmp_path / "cat" / "1.png")
     with pytest.raises(ArgumentError, match="size must be a whole number of pixels of at least 1, or .height, width."):
         presize(tmp_path, size, tmp_path / "cache")
@@ -124,7 +124,7 @@ def test_sizes_that_cannot_be(tmp_path, size):
     height=st.integers(1, 70),
     size=st.one_of(st.integers(1, 40), st.tuples(st.integers(1, 40), st.integers(1, 40))),
 )
-def test_an_image_of_any_size_becomes_one_of_the_size(tmp_path_factory, width, height, size):
+def test_images_are_resized(tmp_path_factory, width, height, size):
     folder = tmp_path_factory.mktemp("photos")
     image = read(put(folder / "cat" / "1.png", Image.new("RGB", (width, height), RED)), size)
     assert image.shape == (3, *((size, size) if isinstance(size, int) else size))
@@ -132,18 +132,18 @@ def test_an_image_of_any_size_becomes_one_of_the_size(tmp_path_factory, width, h
     shutil.rmtree(folder)
 
 
-def test_the_aspect_is_kept_and_the_centre_too(file):
+def test_aspect_ratio_and_center_are_kept(file):
     path = put(file("1.png"), stripes(90, 30))
     assert colours(read(path, 30)) == {GREEN}
     assert colours(read(path, (30, 10))) == {GREEN}
-    assert colours(read(path, 90)[:, :, 3:-3]) == {GREEN}  # enlarged: at the edges it blends with what was cut off
+    assert colours(read(path, 90)[:, :, 3:-3]) == {GREEN}  # enlarged: at the edges it blends with cropped pixels
     whole = read(path, (10, 30))
     assert [tuple(whole[:, 5, i].tolist()) for i in (2, 15, 27)] == [RED, GREEN, BLUE]
     upright = put(file("1.png"), stripes(90, 30).transpose(Image.Transpose.ROTATE_90))
     assert colours(read(upright, 30)) == {GREEN}
 
 
-def test_a_reduced_jpeg_looks_like_the_whole_one(file):
+def test_a_reduced_jpeg_resembles_the_full_jpeg(file):
     # Waves of 40 to 130 pixels, as coarse as most of a photo.
     y, x = np.mgrid[:600, :900]
     waves = [128 + 100 * np.sin(x / 9 + y / 20), 128 + 100 * np.cos(x / 20), 128 + 100 * np.sin(y / 7)]
@@ -156,7 +156,7 @@ def test_a_reduced_jpeg_looks_like_the_whole_one(file):
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_images_are_turned_upright(file, orientation, suffix):
-    # How a camera stores what orientation says: the opposite of how it is to be turned.
+    # The stored form of each orientation: the inverse of the rotation to apply.
     stored = {
         1: None,
         2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -212,7 +212,7 @@ def test_grey_pixels_become_rgb(file, mode, value, grey):
 
 def test_pixels_without_a_range(file):
     path = put(file("1.tif"), Image.new("F", (8, 6), 0.5))
-    with pytest.raises(DataError, match=r"1\.tif can't be decoded: its pixels \(mode F\) have no range"):
+    with pytest.raises(DataError, match=r"1\.tif can't be decoded: its pixels \(mode F\) have no known range"):
         read(path)
 
 
@@ -235,7 +235,7 @@ def broken(path, how):
 def test_a_broken_image_is_named(file, how, suffix):
     broken(file(f"broken.{suffix}"), how)
     reason = {"empty": "the file is empty", "text": "cannot identify", "cut": ""}[how]
-    cure = r"Replace the file or delete it; no image is left out in silence"
+    cure = r"Replace or delete the file; no image is skipped silently"
     with pytest.raises(DataError, match=rf"class/broken\.{suffix} can't be decoded: .*{reason}.*\. {cure}"):
         read(file(f"broken.{suffix}"), 16)
 
@@ -263,7 +263,7 @@ def photos(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_presize_keeps_what_the_folder_gives(photos, tmp_path, workers):
+def test_presize_stores_the_folders_samples(photos, tmp_path, workers):
     cached = presize(photos, (16, 20), tmp_path / "cache", workers=workers, progress=False)
     plain = ImageFolder(photos, (16, 20))
     assert [label for _, label in cached] == [0, 0, 0, 1, 1, 1]
@@ -273,7 +273,7 @@ def test_presize_keeps_what_the_folder_gives(photos, tmp_path, workers):
         assert torch.equal(image, plain[i][0]) and label == plain[i][1]
 
 
-def test_presize_takes_what_a_cache_takes(photos, tmp_path):
+def test_presize_accepts_a_caches_arguments(photos, tmp_path):
     cached = presize(photos, 16, tmp_path / "cache", progress=False, transform=_halve_first, device_transform=_negative)
     assert colours(cached[1][0]) == {(40, 0, 0)}
     assert cached.device_transform is _negative
@@ -289,7 +289,7 @@ def _negative(batch):
     return 255 - images, labels
 
 
-def test_a_folder_that_has_moved_is_the_same(photos, tmp_path):
+def test_a_moved_folder_is_the_same_source(photos, tmp_path):
     presize(photos, 16, tmp_path / "cache", progress=False)
     moved = photos.rename(tmp_path / "moved")
     assert len(presize(moved, 16, tmp_path / "cache", progress=False)) == 6

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cores(1, 8, quick=True)
 @pytest.mark.parametrize(
     ("limits", "nbytes", "steps"),
     [
-        # Of 4, 16, 64 and then 256 steps under way, each wait leaves half.
+        # With at most 4, 16, 64 and then 256 pending steps, each wait leaves half.
         ({"most": 256}, 100, [4, 18, 74, 298, 426]),
         ({"most": 10}, 100, [4, 12, 17, 22, 27]),
         ({"most": 256, "nbytes": 600}, 100, [4, 8, 11, 14, 17]),
@@ -33,7 +33,7 @@ def test_steps_run_ahead_until_they_are_too_many(place, limits, nbytes, steps):
     assert waited == steps
 
 
-def test_roles_and_models_together_run_ahead_by_three_times_as_many_steps_as_one_may(place):
+def test_all_roles_and_models_run_ahead_by_three_times_one_limit(place):
     roles = [RunsAhead(seconds=1e9, most=10) for _ in range(6)]
     most = 0
     for turn in range(12):
@@ -44,7 +44,7 @@ def test_roles_and_models_together_run_ahead_by_three_times_as_many_steps_as_one
     assert 25 <= most <= 30
 
 
-def test_on_the_host_nothing_is_under_way():
+def test_on_the_host_no_step_is_pending():
     result = torch.ones(1)
     under_way = HOST.in_flight()
     assert under_way.add(result, 1 << 40) is result and HOST.most_in_flight == 0

@@ -1,4 +1,4 @@
-"""Rows in memory are read without a thread, and quick data from the second pass on, with the same results."""
+"""Rows in memory are read without a thread, and fast data from the second pass on, with the same results."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tpufit
 from tpufit.data import inline, stream
 from tpufit.data.inline import InlineReader, ReadTimes
-from tpufit.data.sampling import order
+from tpufit.data.sampling import permute_rows
 
 pytestmark = pytest.mark.cores(1)
 
@@ -21,7 +21,7 @@ Y = np.random.default_rng(1).integers(0, 3, 256)
 
 
 class Batches:
-    """16 batches a pass. Notes which threads have read them."""
+    """16 batches in each pass. Records the threads that read them."""
 
     def __init__(self, seconds=0.0):
         self.seconds = seconds
@@ -43,7 +43,7 @@ def fit(data, epochs=3, **options):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Whatever the machine does besides, all data are quick, or with `quick(False)` those that are."""
+    """Make all data fast on any machine, or with `quick(False)` only the data that are."""
 
     def decide(all_are=True):
         monkeypatch.setattr(inline, "_MOST_COMPUTED", 1e9 if all_are else 1.5)
@@ -53,7 +53,7 @@ def quick(monkeypatch):
     return decide
 
 
-def test_quick_data_are_read_by_the_loop_itself_from_the_second_pass_on(quick):
+def test_fast_data_are_read_in_the_loop_from_the_second_pass(quick):
     data, slow = Batches(), Batches(0.03)
     assert fit(data) == fit(DataLoader(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), 16))
     assert data.threads == ["tpufit-prefetch", "MainThread", "MainThread"]
@@ -62,7 +62,7 @@ def test_quick_data_are_read_by_the_loop_itself_from_the_second_pass_on(quick):
     assert slow.threads == ["tpufit-prefetch"] * 3
 
 
-def test_data_that_have_become_slow_get_their_thread_back_for_good(quick):
+def test_data_that_become_slow_keep_their_thread(quick):
     data = Batches()
 
     class Slower(tpufit.callbacks.Callback):
@@ -100,7 +100,7 @@ def test_some_data_always_have_their_thread(data):
     assert not pace.inline and pace.passed
 
 
-def test_rows_in_memory_never_have_one(tmp_path):
+def test_rows_in_memory_never_have_a_thread(tmp_path):
     X.tofile(tmp_path / "x")
     mapped = np.memmap(tmp_path / "x", "float32", "r", shape=X.shape)
     rows = {"x": stream(X, Y), "set": stream(TensorDataset(torch.from_numpy(X))), "on": stream(X, Y, steps=3)}
@@ -121,17 +121,17 @@ def test_rows_in_memory_never_have_one(tmp_path):
         (ReadTimes(), False),
     ],
 )
-def test_quick_is_what_takes_little_beside_a_second_of_the_loop_itself(times, inline):
+def test_fast_means_little_of_the_loops_time(times, inline):
     pace = stream([(X, Y)]).pace
     pace.note(times, 1.0)
     assert pace.inline is inline
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
-def test_shuffled_rows_are_those_of_the_order(dtype):
+def test_shuffled_rows_follow_the_order(dtype):
     rows = (torch.arange(60).reshape(20, 3) % 7).to(dtype).T.contiguous().T  # not contiguous
     ((found,),) = stream(rows, batch_size=20, shuffle=True, seed=1).epoch(2)
-    assert torch.equal(found, rows[order(20, seed=1, epoch=2)])
+    assert torch.equal(found, rows[permute_rows(20, seed=1, epoch=2)])
 
 
 def test_it_closes_a_generator_and_counts():
@@ -145,7 +145,7 @@ def test_it_closes_a_generator_and_counts():
 
     with InlineReader(batches(), str) as feed:
         assert [next(feed), next(feed)] == ["0", "1"]
-        with feed.paused():
+        with feed.pausing():
             assert next(feed) == "2"
         times = feed.times
         assert times.batches == 3 and 0 <= times.waited <= times.busy and times.computed > 0

@@ -1,4 +1,4 @@
-"""Batches of an iterable on several cores: what is joined by rows, what is only split, and what is warned of."""
+"""Batches of an iterable on several cores: joining by rows, splitting, and warnings."""
 
 import warnings
 from collections import namedtuple
@@ -27,7 +27,7 @@ def boxes(count):
 
 
 def form(nest):
-    """The shapes of a nest; of a list or tuple of many, the number of its items."""
+    """Return the shapes of a nest; for a long list or tuple, the number of its items."""
     if isinstance(nest, torch.Tensor):
         return tuple(nest.shape)
     if isinstance(nest, dict):
@@ -41,13 +41,16 @@ def form(nest):
         ((zeros(2, 3), [{"boxes": zeros(2, 2)}] * 2), [(4, 3), 4]),  # as many boxes as rows
         ((zeros(4, 3), [zeros(i, 4) for i in range(4)]), [(8, 3), 8]),
         ((list(images(2)), zeros(2)), [4, (4,)]),
-        ((images(2), boxes(2)), [4, 4]),  # as zip(*samples) makes them
+        ((images(2), boxes(2)), [4, 4]),  # as zip(*samples) creates them
         ((images(5), tuple(zeros(8, 8) for _ in range(5))), [10, 10]),
         ((images(2), (torch.tensor(0), torch.tensor(1))), [4, 4]),
         ((zeros(2, 3), ("a", "b")), [(4, 3), 4]),
         ((zeros(3, 5), [2, 0, 1]), [(6, 5), (6,)]),
         (([[1.0, 2.0], [3.0, 4.0]], [0, 1]), [(4, 2), (4,)]),
-        ([{"x": zeros(3), "y": torch.tensor(1)} for _ in range(4)], 8),  # as a collate_fn that returns its argument
+        (
+            [{"x": zeros(3), "y": torch.tensor(1)} for _ in range(4)],
+            8,
+        ),  # as from a collate_fn that returns its argument
         ([(zeros(3), torch.tensor(1)) for _ in range(4)], 8),
         (([zeros(2, 3), zeros(2, 5)], zeros(2)), [[(4, 3), (4, 5)], (4,)]),  # as many inputs as rows
         (((zeros(4, 8), zeros(4, 8)), (zeros(4, 8), zeros(4))), [[(8, 8), (8, 8)], [(8, 8), (8,)]]),
@@ -75,7 +78,7 @@ def test_texts_in_arrays_are_joined():
         (((zeros(8, 5), zeros(40)), zeros(7)), ((zeros(7, 5), zeros(40)), zeros(8))),
     ],
 )
-def test_rows_that_would_move_apart_are_refused(first, second):
+def test_misaligned_rows_are_refused(first, second):
     with pytest.raises(BatchError, match=r"^data must give batches whose parts have equally many rows, got .*\(8, 5\)"):
         Joiner("data")([first, second])
 
@@ -100,16 +103,16 @@ def test_batches_of_different_forms_are_refused(first, second, says):
     [
         ([((zeros(10, 3), arange(2).repeat_interleave(5)), zeros(2))] * 2, "different numbers of rows"),
         ([((arange(40), arange(0, 40, 5)), zeros(8))] * 2, "different numbers of rows"),  # of an EmbeddingBag
-        ([((zeros(8, 3), torch.tensor([3, 0, 1, 2, 7, 6, 5, 4])), zeros(8))] * 2, "begin anew at 0"),  # partners
-        ([(zeros(8, 3), arange(8))] * 2, "begin anew at 0"),  # targets of a contrastive loss
-        ([(zeros(6, 3), arange(6) // 2)] * 2, "begin anew at 0"),  # an episode's own classes
+        ([((zeros(8, 3), torch.tensor([3, 0, 1, 2, 7, 6, 5, 4])), zeros(8))] * 2, "restart at 0"),  # partners
+        ([(zeros(8, 3), arange(8))] * 2, "restart at 0"),  # targets of a contrastive loss
+        ([(zeros(6, 3), arange(6) // 2)] * 2, "restart at 0"),  # an episode's own classes
         ([(zeros(8, 3), arange(8) % 3)] * 2, ""),
         ([(zeros(4, 3), torch.tensor([2, 0, 1, 3]))] * 2, ""),  # one of each class
-        ([((zeros(8, 3), arange(8) + 8 * i), zeros(8)) for i in range(2)], ""),  # numbers of the rows of all data
+        ([((zeros(8, 3), arange(8) + 8 * i), zeros(8)) for i in range(2)], ""),  # indices into all rows of the data
         ([(zeros(8, 3), arange(8 * i, 8 * i + 8) // 3) for i in range(2)], ""),  # sorted by class
     ],
 )
-def test_numbers_that_count_from_a_batchs_first_row_are_warned_of(batches, says):
+def test_indices_within_a_batch_give_a_warning(batches, says):
     join = Joiner("x")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -150,7 +153,7 @@ def test_rows_have_no_global_batches():
         stream([(zeros(2), zeros(2))], batch_size="whole")
 
 
-FEATURES = torch.randn(16, 5, 3, generator=torch.Generator().manual_seed(0))  # of 16 graphs with 5 nodes each
+FEATURES = torch.randn(16, 5, 3, generator=torch.Generator().manual_seed(0))  # 16 graphs with 5 nodes each
 
 
 class Graphs(tpufit.Model):

@@ -1,4 +1,4 @@
-"""Modules and parameters beside the module: of the loss, and among the attributes of a `Model`."""
+"""Modules and parameters outside the module: of the loss, and in attributes of a `Model`."""
 
 import copy
 
@@ -27,7 +27,7 @@ class Centers(nn.Module):
 
 
 class Keeping(tpufit.Model):
-    """A student, a teacher in one of the forms in which a model may keep one, and a parameter that no module has."""
+    """A student, a teacher in one of the forms in which a model may keep it, and a parameter outside of all modules."""
 
     def __init__(self, student, teacher):
         super().__init__(student)
@@ -57,7 +57,7 @@ def fit(model, cores, epochs=2, **options):
 
 
 def distilled(student, teacher, epochs=2):
-    """The plain loop: what `Keeping` does."""
+    """The plain loop, equal to `Keeping`."""
     scale = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([*student.parameters(), scale], RATE)
     for i in [0, 32] * epochs:
@@ -78,7 +78,7 @@ FORMS = {
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=["replayed", "eagerly"])
-def test_a_teacher_moves_along_and_stays_as_it_is(cores, form, options):
+def test_a_teacher_is_moved_and_unchanged(cores, form, options):
     student, teacher = parts()
     plain, before = copy.deepcopy(student), copy.deepcopy(teacher.state_dict())
     model = Keeping(student, FORMS[form](teacher))
@@ -95,7 +95,7 @@ def test_a_teacher_moves_along_and_stays_as_it_is(cores, form, options):
 
 
 @pytest.mark.cores(1, 8)
-def test_a_model_that_another_keeps_is_used_by_itself_too(cores):
+def test_a_model_inside_another_can_also_be_used_alone(cores):
     student, teacher = parts()
     kept = tpufit.Model(teacher.requires_grad_(True))
     kept.compile("sgd", "cross_entropy")
@@ -136,7 +136,7 @@ def test_a_loss_with_parameters_is_trained_if_the_optimizer_has_them(cores, buil
 
 
 @pytest.mark.cores(1)
-def test_an_optimizer_for_the_loss_alone_and_none(cores):
+def test_an_optimizer_for_only_the_loss(cores):
     net, loss = nn.Linear(5, 4), Centers()
     model = tpufit.Model(net)
     model.compile("sgd", loss)
@@ -158,14 +158,14 @@ def test_an_optimizer_for_the_loss_alone_and_none(cores):
             return {"loss": value}
 
     model = Two(nn.Linear(5, 4))
-    model.second = torch.optim.SGD(loss.parameters(), RATE)  # of a module that is no attribute
+    model.second = torch.optim.SGD(loss.parameters(), RATE)  # of a module that isn't an attribute
     model.compile("sgd")
     fit(model, cores)
     assert not any(model.report().traced.values()) and (loss.centers.cpu() != 1).any()
 
 
 @pytest.mark.cores(1, 8)
-def test_they_are_in_checkpoints(cores, tmp_path):
+def test_kept_modules_are_in_checkpoints(cores, tmp_path):
     def made():
         torch.manual_seed(0)
         net, teacher = parts()
@@ -178,7 +178,7 @@ def test_they_are_in_checkpoints(cores, tmp_path):
     fit(made(), cores, epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
     again = made()
     with torch.no_grad():
-        again.teacher[0][0].weight.zero_()  # as of a script that makes it anew
+        again.teacher[0][0].weight.zero_()  # as in a script that creates it again
     fit(again, cores, epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume=True)
     assert torch.equal(again.scale.cpu(), whole.scale.cpu()) and again.scale.cpu() != 1
     for name, tensor in whole.state_dict().items():
@@ -203,7 +203,7 @@ def test_a_layer_that_the_teacher_shares_is_trained_once(cores):
 
 
 @pytest.mark.cores(1)
-def test_a_teacher_that_begins_to_learn_makes_another_graph(cores):
+def test_a_teacher_that_starts_to_learn_needs_a_new_graph(cores):
     class Both(Keeping):
         def train_step(self, batch):
             x, _ = batch
@@ -223,7 +223,7 @@ def test_a_teacher_that_begins_to_learn_makes_another_graph(cores):
 
 
 @pytest.mark.cores(1)
-def test_a_module_that_nobody_keeps_is_said(cores):
+def test_a_module_outside_the_model_is_reported(cores):
     loss = Centers()
 
     class Apart(tpufit.Model):
@@ -235,9 +235,9 @@ def test_a_module_that_nobody_keeps_is_said(cores):
 
     model = Apart(nn.Linear(5, 4))
     model.compile("sgd")
-    with pytest.raises(PlacementError, match="a tensor that is on the host. What it uses beside the batch moves"):
+    with pytest.raises(PlacementError, match="a tensor that is on the host. Besides the batch, these move"):
         fit(model, cores)
-    with pytest.raises(ArgumentError, match="must be the loss, or an attribute of the Model"):
+    with pytest.raises(ArgumentError, match="make it the loss or an attribute of the Model"):
         model.compile(lambda parameters: torch.optim.SGD([*parameters, *loss.parameters()], RATE))
 
 

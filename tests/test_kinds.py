@@ -1,4 +1,4 @@
-"""The kind of core that a step is traced for, where torch_xla tells it and where it doesn't."""
+"""The kind of core for which a step is traced, whether torch_xla reports it or not."""
 
 import numpy as np
 import pytest
@@ -8,6 +8,8 @@ from torch import nn
 
 import tpufit
 from tpufit.runtime import kinds
+from tpufit.runtime.driver import driver
+from tpufit.utils import hardware
 from tpufit.utils.hardware import CHIPS
 
 
@@ -29,17 +31,17 @@ def test_attention_in_bfloat16_trains_on_any_number_of_cores(cores):
     x = np.random.default_rng(0).normal(size=(16, 4, 16)).astype("float32")
     losses = model.fit(x, x[:, 0, :1], 16 // cores, 3, shuffle=False, verbose=0, cores=cores).history["loss"]
     assert losses[-1] < losses[0]
-    assert kinds.kind_of(torch.device("xla")) == "cpu"
+    assert kinds.kind_of(torch.device(driver().device_type)) == "cpu"
 
 
 @pytest.mark.cores(8, quick=True)
 @pytest.mark.parametrize(
     ("number", "keeps"), [("0x0063", True), ("0x006f", True), ("0x0027", False), ("0x0062", False)]
 )
-def test_several_cores_of_a_tpu_are_known_by_the_chips(cores, monkeypatch, number, keeps):
+def test_several_cores_are_recognised_by_the_chips(cores, monkeypatch, number, keeps):
     import torch_xla.runtime
 
     tpufit.runtime.start(cores, "the test")
     monkeypatch.setattr(torch_xla.runtime, "device_type", lambda: "TPU")
-    monkeypatch.setattr(kinds.hardware, "chips", lambda: [CHIPS[number]] * 4)
-    assert kinds.keeps_bfloat16(kinds.kind_of(torch.device("xla"))) is keeps
+    monkeypatch.setattr(hardware, "chips", lambda: [CHIPS[number]] * 4)
+    assert kinds.keeps_bfloat16(kinds.kind_of(torch.device(driver().device_type))) is keeps

@@ -1,4 +1,4 @@
-"""Linear algebra that torch_xla lacks: PyTorch's values and gradients, in steps that are replayed."""
+"""Linear algebra that torch_xla lacks: PyTorch's values and gradients, in replayed steps."""
 
 import pytest
 import torch
@@ -52,7 +52,14 @@ def test_matrix_exp(name):
     assert_like_pytorch(linear_algebra.matrix_exp, torch.matrix_exp, EXPONENTS[name])
 
 
-def test_matrix_exp_of_too_large_a_norm_is_nan():
+@pytest.mark.parametrize("shape", [(4, 4), (3, 4, 4)])
+def test_slogdet(shape):
+    assert_like_pytorch(
+        lambda x: linear_algebra.slogdet(x)[1], torch.logdet, torch.eye(4) * 3 + draw(*shape, scale=0.3)
+    )
+
+
+def test_matrix_exp_of_a_large_norm_is_nan():
     assert linear_algebra.matrix_exp(torch.full((2, 2), 2000.0)).isnan().all()
 
 

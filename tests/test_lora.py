@@ -1,4 +1,4 @@
-"""LoRA as peft makes it: adapters alone learn, have state, and are in checkpoints; the base stays as it was."""
+"""LoRA by peft: only adapters learn, have state, and are in checkpoints; the base is unchanged."""
 
 from typing import ClassVar
 
@@ -46,10 +46,10 @@ def fit(net, cores, epochs, folder=None, **options):
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft requests it
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("compiling", [{}, {"shard": "fsdp", "remat": True}], ids=["plain", "fsdp and remat"])
-def test_adapters_alone_learn_and_are_saved(cores, tmp_path, compiling):
+def test_only_adapters_learn_and_are_saved(cores, tmp_path, compiling):
     net = adapted()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     learn = {name for name, p in net.named_parameters() if p.requires_grad}
@@ -62,7 +62,7 @@ def test_adapters_alone_learn_and_are_saved(cores, tmp_path, compiling):
         p.grad is not None for p in net.parameters()
     )
     assert model.history.history["loss"][1] < model.history.history["loss"][0]
-    # Another net, whose base is the same, goes on from the adapters to the bit.
+    # Another net with the same base resumes from the adapters bit for bit.
     again = fit(adapted(), cores, 2, tmp_path / "again", resume=tmp_path / "run" / "step-0000000004", **compiling)
     assert all(torch.equal(after[name], value) for name, value in again.state_dict().items())
 
@@ -116,7 +116,7 @@ LEARNS_NOT = "no weight that learns: load adapters with PeftModel.from_pretraine
 
 
 def assert_refused(net):
-    """Before anything starts on a device, which pytest's own process must not."""
+    """Before anything starts on a device, which pytest's process must not do."""
     model = tpufit.Model(net)
     model.compile("adamw", "module" if hasattr(net, "generate") else "mse")
     data = {"input_ids": TOKENS, "labels": TOKENS} if hasattr(net, "generate") else (np.ones((4, 4), "float32"),) * 2
@@ -126,7 +126,7 @@ def assert_refused(net):
             method(*data)
 
 
-def test_a_module_with_the_mark_of_peft_and_no_weight_that_learns():
+def test_a_peft_module_without_trainable_weights():
     class Adapted(Small):
         peft_config: ClassVar = {}
 
@@ -134,7 +134,7 @@ def test_a_module_with_the_mark_of_peft_and_no_weight_that_learns():
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft requests it
 @pytest.mark.cores(1)
 def test_adapters_that_were_loaded_frozen(cores, tmp_path):
     import peft

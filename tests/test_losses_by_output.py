@@ -1,4 +1,4 @@
-"""A loss for each output: the sum, its parts and its weights are those of a plain loop, on 1 and on 8 cores."""
+"""A loss for each output: the sum, its parts and its weights equal a plain loop's, on 1 and on 8 cores."""
 
 import re
 
@@ -64,9 +64,9 @@ def fit(model, cores, x, y, *, epochs=2, **arguments):
 
 
 def plain(net, loss_of, *data, epochs=2, rate=0.1, over=lambda x, *targets: len(x)):
-    """A loop in plain PyTorch; `loss_of(net, *batch)` gives the loss and its parts.
+    """Train in plain PyTorch; `loss_of(net, *batch)` returns the loss and its parts.
 
-    Returns their means by epoch, in which a batch counts by `over(*batch)`.
+    Return their means by epoch, in which a batch is weighted by `over(*batch)`.
     """
     optimizer = torch.optim.SGD(net.parameters(), rate)
     data = [torch.as_tensor(column) for column in data]
@@ -93,7 +93,7 @@ def assert_trained_alike(model, net, history, expected, names):
 
 
 def assert_replayed(model, counts, waits):
-    """Every shape was traced once and proven once, nothing fell back, and only the epochs' ends were waited for."""
+    """Check that every shape was traced once and proven once, without fallbacks, and only the epochs' ends waited."""
     assert not model.report().traced["train"]
     assert counts.graphs.get("train", 0) <= 2 and not counts.fallbacks and counts.host_reads == 0
     assert {k: n for k, n in counts.waits.items() if n and k not in ("throttle", "capture", "audit")} == {"logs": waits}
@@ -132,7 +132,7 @@ def test_losses_by_name_equal_a_plain_loop(cores, steps):
 
 
 @on_cores
-def test_losses_by_place_equal_a_plain_loop(cores):
+def test_losses_by_position_equal_a_plain_loop(cores):
     def loss_of(net, x, kind, size):
         one, other = net(x)
         parts = F.cross_entropy(one, kind), F.smooth_l1_loss(other, size)
@@ -148,7 +148,7 @@ def test_losses_by_place_equal_a_plain_loop(cores):
 
 
 @on_cores
-def test_an_evaluation_tells_the_loss_of_each_output(cores):
+def test_an_evaluation_returns_each_outputs_loss(cores):
     model, net = tpufit.Model(made(ByName)), made(ByName)
     model.compile(sgd, {"kind": "cross_entropy", "size": "mse"}, loss_weights={"kind": 1.0, "size": 3.0})
     y = {"kind": KIND, "size": SIZE}
@@ -225,7 +225,7 @@ def test_auxiliary_losses_of_a_step_are_logged(cores):
 def test_an_output_with_a_loss_needs_a_target(cores):
     model = tpufit.Model(made(ByName))
     model.compile(sgd, {"kind": "cross_entropy", "size": "mse"})
-    with pytest.raises(DataError, match="output 'size' has a loss, and None as its target: give it a target, or None"):
+    with pytest.raises(DataError, match="output 'size' has a loss, but its target is None: pass a target, or None"):
         fit(model, cores, X, {"kind": KIND, "size": None})
 
 
@@ -237,7 +237,7 @@ def test_labels_are_checked_for_each_output(cores):
     wrong = KIND.copy()
     wrong[40] = 9
     with pytest.raises(LabelError, match="output 'kind': label 9 is outside the module's 4 classes"):
-        fit(model, cores, X, {"kind": wrong, "size": SIZE})  # in a step that is replayed
+        fit(model, cores, X, {"kind": wrong, "size": SIZE})  # in a replayed step
 
 
 @on_cores
@@ -265,13 +265,13 @@ def test_labels_are_checked_for_each_output(cores):
         (ByName, {"kind": "mse", "size": "mse"}, SIZE, DataError, "the targets must be.*got one tensor of shape"),
     ],
 )
-def test_other_outputs_than_there_are(cores, kind, loss, y, error, message):
+def test_losses_for_missing_outputs(cores, kind, loss, y, error, message):
     model = tpufit.Model(made(kind))
     model.compile(sgd, loss)
     before = runtime.counts()
     with pytest.raises(error, match=message):
         fit(model, cores, X, y)
-    assert not (runtime.counts() - before).graphs.get("train")  # nothing was compiled for it
+    assert not (runtime.counts() - before).graphs.get("train")  # nothing was compiled
 
 
 @on_cores
@@ -292,7 +292,7 @@ def test_mistakes_that_compile_finds():
         (both, [1.0, 2.0], "got a list of 2"),
         (["mse", "mse"], [1.0], "a tuple or list of 2, as loss is, got a list of 1"),
         (["mse", "mse"], [1.0, "2"], "must be numbers, got '2'"),
-        ("mse", 0.5, "loss_weights go with a loss for each output"),
+        ("mse", 0.5, "loss_weights need a dict or a list of losses"),
         ({0: "mse"}, None, "the names of the outputs"),
         ({"kind": None}, None, "at least one output needs a loss"),
         ([nn.MSELoss], None, "an instance, not the class"),
@@ -303,7 +303,7 @@ def test_mistakes_that_compile_finds():
         model.compile(sgd, {"kind": "crossentropy"})
 
 
-def test_a_weight_that_is_left_out_is_1():
+def test_an_omitted_weight_is_1():
     ones = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
     assert LossByOutput({"a": "mse", "b": "mse"}, {"b": 3.0}).total(ones) == 4.0
     assert LossByOutput(["mse", None, "mse"], [None, None, 3]).total({0: ones["a"], 2: ones["b"]}) == 4.0
@@ -314,7 +314,7 @@ def test_a_weight_that_is_left_out_is_1():
 def test_weights_of_one_change_nothing(reduction, shape):
     torch.manual_seed(0)
     logits, labels = torch.randn(3, 4, 5), torch.randint(0, 4, (3, 5))
-    labels[0, 2:] = -100  # padding, which doesn't count among the elements either
+    labels[0, 2:] = -100  # padding, which doesn't count as elements either
     module = nn.CrossEntropyLoss(reduction=reduction, ignore_index=-100 if reduction != "none" else -1)
     labels = labels.clamp(min=0) if reduction == "none" else labels
     loss = Loss(module)
@@ -336,14 +336,14 @@ def test_weights_of_tokens_and_of_rows():
         Loss("cross_entropy")(logits, labels, {"a": weight})
 
 
-def test_weights_for_outputs_that_there_are_not():
+def test_weights_for_missing_outputs():
     loss = build({"a": "mse", "b": "mse"})
     ones = {"a": torch.ones(2), "b": torch.ones(2)}
     with pytest.raises(ArgumentError, match="sample_weight must be a dict of 'a' and 'b'.*got a dict of 'c'"):
         loss.parts(ones, ones, {"c": torch.ones(2)})
 
 
-def test_a_single_loss_in_a_dict_has_no_log_of_its_own():
+def test_a_single_loss_in_a_dict_has_no_separate_log():
     loss = LossByOutput({"a": "mse"})
     assert loss.logs(loss.parts({"a": torch.ones(2)}, {"a": torch.zeros(2)})) == {}
     assert build(None) is None and type(build("mse")) is SharedLoss
@@ -381,7 +381,7 @@ def test_losses_in_a_nest_equal_a_plain_loop(cores):
     assert model.metrics_names == [*names, *of_metrics]
 
 
-def test_a_nest_of_another_form_is_named():
+def test_a_nest_of_another_structure_is_an_error():
     ones, loss = torch.ones(2), build({"both": ["mse", "mse"], "more": "mse"})
     right = {"both": (ones, ones), "more": ones}
     assert float(loss.total(loss.parts(right, right))) == 0
@@ -423,7 +423,7 @@ def test_one_loss_is_for_each_output(cores, loss):
 
 
 @on_cores
-def test_labels_are_checked_where_one_loss_is_for_each_output(cores):
+def test_labels_are_checked_with_one_loss_for_each_output(cores):
     class Kinds(ByName):
         def forward(self, x):
             kind = super().forward(x)["kind"]

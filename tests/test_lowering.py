@@ -1,4 +1,4 @@
-"""What torch_xla reads only while it lowers a graph: two fits that differ in it get two programs."""
+"""Settings that torch_xla reads only during lowering: two fits that differ in one get two programs."""
 
 import os
 import textwrap
@@ -15,7 +15,7 @@ from tpufit.callbacks import Callback
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(64, 6)).astype("float32")
 Y = GENERATOR.integers(0, 3, 64)
-# No test finds another's programs.
+# No test finds another test's programs.
 HIDDEN = {"replayed": 17, "traced": 18, "meanwhile": 20, "autocast": 21}
 HIDDEN |= {"XLA_STABLEHLO_COMPILE": 19, "CONVERT_SHLO_TO_SHARDY": 22}
 
@@ -35,7 +35,7 @@ def graphs_of(model, cores, **options):
 
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("jit_compile", ["auto", False], ids=["replayed", "traced"])
-def test_each_precision_has_a_program_of_its_own(cores, jit_compile):
+def test_each_precision_has_its_own_program(cores, jit_compile):
     wanted = ["default", "highest", "high", "default", "highest", "high"]
     hidden = HIDDEN["replayed" if jit_compile else "traced"]
     counts = [graphs_of(compiled(hidden, name, jit_compile=jit_compile), cores) for name in wanted]
@@ -44,6 +44,7 @@ def test_each_precision_has_a_program_of_its_own(cores, jit_compile):
 
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("name", ["XLA_STABLEHLO_COMPILE", "CONVERT_SHLO_TO_SHARDY"])
+@pytest.mark.runtime("torch_xla")
 def test_a_variable_that_is_read_at_each_compilation(cores, name, monkeypatch):
     model = compiled(HIDDEN[name])
     assert graphs_of(model, cores) == 1
@@ -60,7 +61,7 @@ def test_autocast_is_part_of_a_graph(cores):
 
 
 class Meanwhile(Callback):
-    """Predicts with another model, of the default precision, while this one trains."""
+    """Predicts with another model, of the default precision, while this model trains."""
 
     def __init__(self):
         self.other = compiled(5)
@@ -73,13 +74,14 @@ class Meanwhile(Callback):
 def test_another_model_in_a_callback_leaves_the_precision_alone(cores):
     hidden = HIDDEN["meanwhile"]
     assert graphs_of(compiled(hidden, "highest"), cores, callbacks=[Meanwhile()]) == 1
-    assert graphs_of(compiled(hidden, "highest"), cores) == 0  # it was lowered with its own
+    assert graphs_of(compiled(hidden, "highest"), cores) == 0  # it was lowered with its own precision
     assert graphs_of(compiled(hidden), cores) == 1
 
 
+@pytest.mark.runtime("torch_xla")
 @pytest.mark.parametrize("cores", [1, 8])
 def test_the_text_of_the_programs_has_the_precision(cores, run_python, tmp_path):
-    """XLA writes each program into a file before it changes anything."""
+    """XLA writes each program into a file before it optimizes it."""
     flags = f"--xla_dump_to={tmp_path / 'hlo'} --xla_dump_hlo_as_text --xla_backend_optimization_level=0"
     code = f"""
         import torch, tpufit
@@ -96,13 +98,13 @@ def test_the_text_of_the_programs_has_the_precision(cores, run_python, tmp_path)
     steps = []
     for path in sorted((tmp_path / "hlo").glob("*before_optimizations.txt"), key=os.path.getmtime):
         products = [line for line in path.read_text().splitlines() if " dot(" in line]
-        if len(products) == 2:  # of a step, forward and back: the input needs no gradient
+        if len(products) == 2:  # of a step, forward and backward: the input needs no gradient
             steps.append({word for word in ("highest", "high") if all(f"={{{word},{word}}}" in p for p in products)})
     assert steps == [set(), {"highest"}, {"high"}]
 
 
 class Routed(nn.Module):
-    """Layers of one shape, called in some order."""
+    """Layers of one shape, called in a given order."""
 
     def __init__(self, order):
         super().__init__()
@@ -124,3 +126,35 @@ def test_layers_called_in_another_order_are_another_program(cores):
         expected = net(x).detach()
         predicted = tpufit.Model(net).predict(X, verbose=0, cores=cores)
         torch.testing.assert_close(torch.from_numpy(predicted), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.cores(1)
+@pytest.mark.parametrize("when", ["between two fits", "between two epochs"])
+def test_layers_of_one_shape_that_are_swapped_are_noticed(cores, when):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.head = nn.Linear(4, 1)
+            self.swapped = False
+
+        def forward(self, x):
+            one, other = self.first(x), self.second(x)
+            return self.head(other - one.tanh() if self.swapped else one - other.tanh())
+
+    def trained(run_eagerly):
+        torch.manual_seed(0)
+        model = tpufit.Model(Net())
+        model.compile("sgd", "mse", run_eagerly=run_eagerly)
+
+        def swap(epoch, logs):
+            model.module.swapped = epoch >= 2
+
+        x = torch.randn(24, 4)
+        data = {"x": x, "y": x.sum(1, keepdim=True), "batch_size": 8, "shuffle": False, "verbose": 0, "cores": cores}
+        callbacks = [tpufit.callbacks.LambdaCallback(on_epoch_begin=swap)] if when == "between two epochs" else []
+        losses = model.fit(**data, epochs=3, callbacks=callbacks).history["loss"]
+        model.module.swapped = True
+        return losses + model.fit(**data, epochs=2).history["loss"]
+
+    assert trained(False) == pytest.approx(trained(True), rel=1e-5)

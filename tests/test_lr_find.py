@@ -1,4 +1,4 @@
-"""`lr_find` gives plain PyTorch's curve on 1 and 8 cores, costs no graph a step, and leaves everything as it was."""
+"""`lr_find` gives plain PyTorch's curve on 1 and 8 cores, compiles one graph, and restores everything."""
 
 import math
 import random
@@ -25,13 +25,13 @@ from tpufit.trainer.lr_find import LRCurve
 pytestmark = pytest.mark.filterwarnings("ignore:the loss never fell")  # at the few and low rates of some tests
 on_cores = pytest.mark.cores(1, 8, timeout=600, quick=False)
 
-IMAGES, LABELS = load_digits(return_X_y=True)  # 1,797 rows: seven whole batches of 256, and a short one
+IMAGES, LABELS = load_digits(return_X_y=True)  # 1,797 rows: seven whole batches of 256, and a short batch
 IMAGES = (IMAGES / 16).astype("float32")
 ROWS = 256
 
 
 class Net(nn.Module):
-    """With buffers, and with random numbers in its steps."""
+    """A net with buffers, and with random numbers in its steps."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ def fit(model, cores, epochs=2, **arguments):
 
 
 def everything(model):
-    """All that training changes, by name, in values that can be compared."""
+    """Return everything that training changes, by name, in comparable values."""
     state = dict(model.state_dict())
     optimizers = [value for value in vars(model).values() if isinstance(value, torch.optim.Optimizer)]
     for i, optimizer in enumerate(optimizers):
@@ -106,8 +106,8 @@ def two_groups(net):
     ],
 )
 @pytest.mark.parametrize("eagerly", [False, pytest.param(True, marks=pytest.mark.soak_on(8))])
-def test_the_curve_is_that_of_plain_pytorch(cores, optimizer, end, eagerly):
-    """So it is the same one on 1 and 8 cores. Seven whole batches a pass: the data are begun anew."""
+def test_the_curve_equals_plain_pytorchs(cores, optimizer, end, eagerly):
+    """The same curve on 1 and 8 cores. With seven whole batches in a pass, the data are repeated."""
     tpufit.set_random_seed(0)
     net = mlp()
     model = tpufit.Model(net)
@@ -165,8 +165,8 @@ def test_one_graph_for_all_rates_and_a_wait_for_ten_steps(cores):
 
 @on_cores
 @pytest.mark.parametrize("rows", [600, 100, 5])
-def test_data_shorter_than_the_steps_are_begun_anew(cores, rows):
-    """Of 600 rows, 512 make whole batches; 100 are one short batch, which is then the size of all."""
+def test_short_data_are_repeated(cores, rows):
+    """Of 600 rows, 512 are whole batches; 100 rows are one short batch, which is then the size of all."""
     curve = find(compiled(), cores, IMAGES[:rows], LABELS[:rows], steps=25, end_lr=0.1)
     assert len(curve.losses) == 25
     loader = DataLoader(TensorDataset(torch.tensor(IMAGES[:rows]), torch.tensor(LABELS[:rows])), ROWS // cores)
@@ -180,11 +180,11 @@ def test_sample_weights_count(cores):
     assert doubled.losses == pytest.approx([2 * loss for loss in once.losses], rel=1e-4)
 
 
-# What it leaves
+# What it leaves unchanged
 
 
 class Signed(torch.optim.Optimizer):
-    """Not PyTorch's: it makes its state in its first step."""
+    """Not PyTorch's optimizer: it creates its state in its first step."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1e-3})
@@ -210,8 +210,8 @@ class Signed(torch.optim.Optimizer):
     ],
 )
 @pytest.mark.parametrize("earlier", [0, pytest.param(1, marks=pytest.mark.soak_on(8))])
-def test_all_is_as_it_was_and_fit_goes_on_as_without(cores, optimizer, earlier):
-    """On 8 cores the rates grow eightfold at the first fit, whether that comes before or after."""
+def test_lr_find_restores_everything(cores, optimizer, earlier):
+    """On 8 cores the rates grow eightfold at the first fit, before or after `lr_find`."""
     model, twin = compiled(Net, optimizer=optimizer), compiled(Net, optimizer=optimizer)
     for one in (model, twin):
         if earlier:
@@ -231,8 +231,8 @@ def test_all_is_as_it_was_and_fit_goes_on_as_without(cores, optimizer, earlier):
 @on_cores
 @pytest.mark.soak_on(8)
 @pytest.mark.parametrize("name", ["GAN", "Llama", "normalising flow", "BYOL"])
-def test_fit_goes_on_as_without_whatever_is_trained(cores, name):
-    """A second optimizer; tables built, or a layer set up, by the first batch; weights that no optimizer knows."""
+def test_fit_continues_as_without_lr_find(cores, name):
+    """A second optimizer; tables or layers created by the first batch; weights outside of all optimizers."""
     architecture, results = ARCHITECTURES[name], []
     for searched in (False, True):
         tpufit.set_random_seed(0)
@@ -252,8 +252,8 @@ def test_fit_goes_on_as_without_whatever_is_trained(cores, name):
 @pytest.mark.soak_on(8)
 @pytest.mark.filterwarnings("ignore:the train step is traced anew")
 @pytest.mark.parametrize("name", ["control flow on the step count", "teacher forcing"])
-def test_counts_and_draws_of_a_steps_python_are_put_back(cores, name):
-    test_fit_goes_on_as_without_whatever_is_trained(cores, name)
+def test_python_counts_and_random_state_are_restored(cores, name):
+    test_fit_continues_as_without_lr_find(cores, name)
 
 
 @pytest.mark.soak_on(8)
@@ -271,7 +271,7 @@ def test_a_loader_shuffles_afterwards_as_without(cores):
 
 
 class Stop(BaseException):
-    """As Ctrl-C is none of Exception's."""
+    """Like Ctrl-C, not a subclass of Exception."""
 
 
 @on_cores
@@ -279,7 +279,7 @@ class Stop(BaseException):
     "error", [ValueError, *(pytest.param(e, marks=pytest.mark.soak_on(8)) for e in (KeyboardInterrupt, Stop))]
 )
 @pytest.mark.parametrize("where", ["data", pytest.param("step", marks=pytest.mark.soak_on(8))])
-def test_all_is_as_it_was_after_an_error(cores, error, where):
+def test_everything_is_restored_after_an_error(cores, error, where):
     class Raising(tpufit.Model):
         raises = False
 
@@ -315,10 +315,10 @@ def test_all_is_as_it_was_after_an_error(cores, error, where):
 
 @pytest.mark.soak_on(8)
 @on_cores
-def test_weights_that_a_failing_step_has_consumed_come_back(cores, monkeypatch):
+def test_weights_consumed_by_a_failed_step_are_restored(cores, monkeypatch):
     import torch_xla
 
-    def large():  # with its momentum 17 MB, enough for its memory to be given to each step
+    def large():  # with its momentum 17 MB, enough that its memory is donated to each step
         return nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 512), nn.Linear(512, 10))
 
     def fail(graph, inputs):
@@ -343,7 +343,7 @@ def test_weights_that_a_failing_step_has_consumed_come_back(cores, monkeypatch):
 
 
 class Breaking(tpufit.Model):
-    """Its loss is no number at rates above 0.001."""
+    """Its loss is NaN at rates above 0.001."""
 
     def compute_loss(self, x, y, y_pred, sample_weight=None):
         rate = torch.as_tensor(self.optimizer.param_groups[0]["lr"], device=y_pred.device)
@@ -352,10 +352,12 @@ class Breaking(tpufit.Model):
 
 
 @on_cores
-def test_a_loss_that_is_no_number_ends_the_curve(cores):
+def test_a_nan_loss_ends_the_curve(cores):
     model = compiled(model=Breaking)
     before = everything(model)
-    with pytest.warns(UserWarning, match=r"the loss never fell between .* 1e-05 and 0.1 \(15 of 30 steps gave one\)"):
+    with pytest.warns(
+        UserWarning, match=r"the loss never fell between .* 1e-05 and 0.1 \(15 of 30 steps gave a loss\)"
+    ):
         curve = find(model, cores, steps=30, start_lr=1e-5, end_lr=0.1)
     assert len(curve.lrs) == len(curve.losses) == 15 and np.isfinite(curve.losses).all()
     assert curve.lrs[-1] < 1e-3 and curve.suggestion is None
@@ -364,14 +366,14 @@ def test_a_loss_that_is_no_number_ends_the_curve(cores):
 
 @pytest.mark.filterwarnings("ignore:y has NaN")
 @on_cores
-def test_a_loss_that_never_was_a_number(cores):
+def test_a_loss_that_is_always_nan(cores):
     with pytest.warns(UserWarning, match="never fell"):
         curve = find(compiled(loss="mse", metrics=None), cores, y=np.full((len(LABELS), 10), np.nan, "float32"))
     assert curve == LRCurve([], [], [], None)
 
 
 @on_cores
-def test_data_that_end_for_good_say_so(cores):
+def test_data_that_cannot_be_repeated_are_an_error(cores):
     model, twin = compiled(), compiled()
     batches = ((IMAGES[:ROWS], LABELS[:ROWS]) for _ in range(3 * cores))
     with pytest.raises(DataError, match="an iterator can be read only once"):
@@ -380,7 +382,7 @@ def test_data_that_end_for_good_say_so(cores):
 
 
 @on_cores
-def test_a_step_without_a_loss_says_so(cores):
+def test_a_step_without_a_loss_is_an_error(cores):
     class Other(tpufit.Model):
         def train_step(self, batch):
             return {"distance": super().train_step(batch)["loss"]}
@@ -417,30 +419,30 @@ def rates(count):
     return [10.0 ** (i / 10 - 6) for i in range(count)]
 
 
-def test_smoothing_is_a_mean_that_weighs_earlier_losses_less():
+def test_smoothing_is_an_exponential_mean():
     curve = LRCurve.of(rates(3), [3.0, 2.0, 1.0], smoothing=0.5)
     assert curve.smoothed == pytest.approx([3.0, (0.5 * 3 + 2) / 1.5, (0.25 * 3 + 0.5 * 2 + 1) / 1.75])
 
 
 def test_the_suggestion_is_where_the_loss_falls_fastest():
     losses = [2.3 - 2 / (1 + math.exp((30 - i) / 3)) for i in range(50)] + [10.0] * 3
-    for smoothing, tolerance in ((0.0, 0), (0.5, 1), (0.9, 3)):  # also if it is seen late, in an average
+    for smoothing, tolerance in ((0.0, 0), (0.5, 1), (0.9, 3)):  # also if an average shows it late
         curve = LRCurve.of(rates(53), losses, smoothing)
         assert abs(rates(53).index(curve.suggestion) - 30) <= tolerance
 
 
-def test_neither_the_first_points_nor_those_of_the_breakdown_are_suggested():
+def test_the_ends_of_the_curve_arent_suggested():
     steep_at_the_ends = [4.0, 3.1, 2.3, 2.3, 2.3] + [2.3 - 0.01 * i for i in range(40)] + [8.0, 3.0, 9.0, 1.95]
     curve = LRCurve.of(rates(49), steep_at_the_ends, smoothing=0.0)
     assert rates(49)[4] <= curve.suggestion <= rates(49)[45]
 
 
 @pytest.mark.parametrize("losses", [[1.0] * 40, [1.0 + 0.1 * i for i in range(40)], [1.0], []])
-def test_a_curve_that_never_falls_suggests_nothing(losses):
+def test_a_curve_that_never_falls_has_no_suggestion(losses):
     assert LRCurve.of(rates(40), losses, smoothing=0.9).suggestion is None
 
 
-def test_noise_is_no_fall():
+def test_noise_isnt_a_fall():
     noise = np.random.default_rng(0).normal(2.3, 0.1, (20, 100))
     assert [LRCurve.of(rates(100), losses, smoothing=0.9).suggestion for losses in noise.tolist()] == [None] * 20
 
@@ -452,7 +454,9 @@ def test_a_loss_below_zero_doesnt_end_it():
 
 def test_a_fall_at_the_very_start_suggests_the_first_rate():
     losses = [5.0, 3.0, 2.0, 1.5, 1.2, 1.1, 4.0, 9.0]
-    assert LRCurve.of(rates(8), losses, smoothing=0.9).suggestion == rates(8)[0]  # it lags by more steps than there are
+    assert (
+        LRCurve.of(rates(8), losses, smoothing=0.9).suggestion == rates(8)[0]
+    )  # it lags by more steps than the curve has
     assert LRCurve.of(rates(8), losses, smoothing=0.0).suggestion == rates(8)[0]
 
 
@@ -464,7 +468,7 @@ def test_the_plot(monkeypatch):
     axes = curve.plot()
     assert axes.get_xscale() == "log" and len(axes.lines) == 3
     assert list(axes.lines[1].get_ydata()) == curve.smoothed
-    assert 0 < axes.get_ylim()[0] < 0.8 and 2 < axes.get_ylim()[1] < 5  # the fall, and not where training breaks down
+    assert 0 < axes.get_ylim()[0] < 0.8 and 2 < axes.get_ylim()[1] < 5  # the fall, and not the divergence
     assert curve.plot(axes) is axes
     nothing = LRCurve.of([], [], 0.9).plot(pyplot.figure().subplots())
     assert len(nothing.lines) == 2

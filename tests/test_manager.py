@@ -1,4 +1,4 @@
-"""The checkpoints of a `fit`: taken between two steps, with the state of all callbacks, and of the last whole step."""
+"""The checkpoints of a `fit`: taken between two steps, with the state of all callbacks."""
 
 import shutil
 
@@ -9,7 +9,7 @@ from torch import nn
 
 import tpufit
 from tpufit.callbacks import Callback, ModelCheckpoint
-from tpufit.checkpoint import progress_of, read
+from tpufit.checkpoint import read, read_progress
 from tpufit.errors import CallbackError
 from tpufit.utils.json_codec import decode
 
@@ -20,7 +20,7 @@ Y = torch.arange(32) % 3
 
 
 def fit(cores, *callbacks, epochs=1, net=None, fails=False, **options):
-    """Train for four steps an epoch; return the model, or None after an error of a callback."""
+    """Train for four steps in each epoch; return the model, or None after an error of a callback."""
     torch.manual_seed(0)
     model = tpufit.Model(nn.Linear(4, 3) if net is None else net)
     model.compile("sgd", "cross_entropy")
@@ -33,13 +33,13 @@ def fit(cores, *callbacks, epochs=1, net=None, fails=False, **options):
 
 
 def saved(folder):
-    """The checkpoints in a folder, by their steps."""
+    """Return the checkpoints in a folder, by their steps."""
     found = map(read, folder.glob("step-*"))
     return {checkpoint.step: checkpoint for checkpoint in found}
 
 
 class Counting(Callback):
-    """Counts batches, as its state."""
+    """Counts batches in its state."""
 
     def __init__(self):
         super().__init__()
@@ -67,14 +67,14 @@ class Raises(Callback):
 
 
 class RaisesAtTheEnd(Callback):
-    """Adds to the logs what no checkpoint can hold, and raises an error."""
+    """Adds an object to the logs that checkpoints can't store, and raises an error."""
 
     def on_epoch_end(self, epoch, logs=None):
         logs["mine"] = object()
         raise ValueError("oh")
 
 
-def test_a_checkpoint_has_the_state_of_callbacks_that_come_after_the_one_that_wants_it(cores, tmp_path):
+def test_a_checkpoint_has_the_state_of_later_callbacks(cores, tmp_path):
     counting = Counting()
     fit(cores, ModelCheckpoint(tmp_path, save_freq=2, keep_last=None), counting)
     seen = {
@@ -88,7 +88,7 @@ def test_a_checkpoint_has_the_state_of_callbacks_that_come_after_the_one_that_wa
     assert [path for _, path in counting.heard] == [str(tmp_path / f"step-{step:010}") for step in (2, 4)]
 
 
-def test_each_of_several_gets_its_own_and_what_each_leaves_out(cores, tmp_path):
+def test_several_checkpoint_callbacks_get_their_own_state(cores, tmp_path):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     net[0].requires_grad_(False)
     both = ModelCheckpoint(tmp_path / "all", save_freq=3), ModelCheckpoint(tmp_path / "own", save_frozen=False)
@@ -99,17 +99,17 @@ def test_each_of_several_gets_its_own_and_what_each_leaves_out(cores, tmp_path):
     assert own.state["model"]["left_out"] == ["0.weight", "0.bias"]
 
 
-def test_an_error_right_after_a_checkpoint_saves_the_step_that_came_after_it(cores, tmp_path):
+def test_an_error_after_a_checkpoint_saves_the_newer_step(cores, tmp_path):
     fit(cores, Raises(), ModelCheckpoint(tmp_path, save_freq=2, on_exception=True, monitor="loss"), fails=True)
-    # The checkpoint of two steps is there already, and the third step was taken before the error.
+    # The checkpoint of two steps exists, and the third step came before the error.
     last = read(tmp_path / "step-0000000003")
-    assert progress_of(last).batches == 3 and last.step == 3
+    assert read_progress(last).batches == 3 and last.step == 3
 
 
-def test_a_checkpoint_that_fails_too_is_said_and_does_not_hide_the_error(cores, tmp_path):
+def test_a_failed_checkpoint_doesnt_hide_the_error(cores, tmp_path):
     class Breaks(Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            if batch == 1:  # the checkpoint comes after it
+            if batch == 1:  # the checkpoint follows
                 shutil.rmtree(tmp_path / "run")
                 (tmp_path / "run").touch()
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_fails_too_is_said_and_does_not_hide_the_error(cores, 
         fit(cores, Breaks(), ModelCheckpoint(tmp_path / "run", save_freq=2), Raises(), fails=True)
 
 
-def test_who_does_not_want_it_gets_none_after_an_error(cores, tmp_path):
+def test_no_checkpoint_after_an_error_if_disabled(cores, tmp_path):
     fit(cores, Raises(), ModelCheckpoint(tmp_path, save_freq=2, keep_last=None), fails=True)
     assert set(saved(tmp_path)) == {2}
 
@@ -126,10 +126,10 @@ def test_a_checkpoint_before_validation_has_only_the_logs_of_training(cores, tmp
     keep = ModelCheckpoint(tmp_path, save_freq=100, on_exception=True, monitor="loss")
     fit(cores, RaisesAtTheEnd(), keep, fails=True, validation_data=(X, Y))
     (last,) = saved(tmp_path).values()
-    assert list(progress_of(last).trained) == ["loss"]
+    assert list(read_progress(last).trained) == ["loss"]
 
 
-def test_a_step_that_is_half_done_is_not_saved(cores, tmp_path):
+def test_an_incomplete_step_isnt_saved(cores, tmp_path):
     class Fails(nn.Linear):
         armed = False
 
@@ -151,7 +151,7 @@ def test_a_step_that_is_half_done_is_not_saved(cores, tmp_path):
     assert max(saved(tmp_path)) == 2
 
 
-def test_the_states_of_two_of_a_class_go_to_them_in_order(cores, tmp_path):
+def test_two_callbacks_of_a_class_get_states_in_order(cores, tmp_path):
     first, second = Counting(), Counting()
     second.seen = 100
     fit(cores, ModelCheckpoint(tmp_path), first, second)
@@ -162,7 +162,7 @@ def test_the_states_of_two_of_a_class_go_to_them_in_order(cores, tmp_path):
         fit(cores, ModelCheckpoint(tmp_path), resume=True)
 
 
-def test_other_settings_are_said_to_change_the_last_digits(cores, tmp_path):
+def test_settings_that_change_the_last_digits_are_reported(cores, tmp_path):
     fit(cores, ModelCheckpoint(tmp_path))
     other = tpufit.Model(nn.Linear(4, 3))
     other.compile("sgd", "cross_entropy", steps_per_execution=2)

@@ -1,10 +1,10 @@
-"""What is found out of a mask by how it was made: it must say the same as the mask itself, or nothing."""
+"""The pattern that is derived from a mask's construction must equal the mask, or be None."""
 
 import pytest
 import torch
 
 from tpufit import runtime
-from tpufit.runtime.ops.masks import pattern_of, seeing_again, seeing_masks
+from tpufit.runtime.ops.masks import Masks
 
 ROWS, TIME, KEYS = 3, 12, 12
 
@@ -22,11 +22,11 @@ def padding(x):
 
 
 def numbers(x):
-    return x.clamp(min=0).cumsum(-1) // 5  # those of words of one text are equal
+    return x.clamp(min=0).cumsum(-1) // 5  # words of one text have equal ids
 
 
 def packed(x):
-    """As transformers makes it of the places in each text."""
+    """As transformers computes it from the positions in each text."""
     begins = torch.diff(x, prepend=x[:, :1] - 1, dim=-1)
     texts = (begins != 1).cumsum(-1)
     b, q, k = places(x, ROWS)[:, None, None, None], places(x)[None, None, :, None], places(x)[None, None, None, :]
@@ -35,7 +35,7 @@ def packed(x):
 
 
 def padded(x):
-    """As transformers makes it of an attention mask."""
+    """As transformers computes it from an attention mask."""
     b, q, k = places(x, ROWS)[:, None, None, None], places(x)[None, None, :, None], places(x)[None, None, None, :]
     mask = q.new_ones((), dtype=torch.bool) & (k <= q) & (k > q - 4)
     return (mask & padding(x).to(torch.bool)[b, k]).expand(ROWS, -1, TIME, KEYS)
@@ -54,13 +54,13 @@ def filled(x):
 
 
 def blocked(x):
-    """As `PackedDataset` makes it of the numbers of texts."""
+    """As `PackedDataset` computes it from text ids."""
     texts = numbers(x)
     sees = (texts[:, None, :, None] == texts[:, None, None, :]) & (places(x)[:, None] >= places(x))
     return torch.zeros_like(sees, dtype=torch.float32).masked_fill(~sees, float("-inf"))
 
 
-# Each is made of whole numbers, some of which are 0 or less; those of `PACKED` of places.
+# All masks are made of integers, some of which are 0 or negative; `PACKED` masks of positions.
 FOUND = {
     "of keys": lambda x: padding(x)[:, None, None],
     "of keys, for all rows": lambda x: padding(x)[0],
@@ -134,7 +134,7 @@ def of_what_changed_since(x):
 
 
 def in_inference_mode(x):
-    """What writes into such a tensor isn't counted."""
+    """Writes into such a tensor aren't counted."""
     with torch.inference_mode():
         return causal(x) & padding(x)[:, None, None]
 
@@ -162,25 +162,25 @@ UNKNOWN = {
 
 
 def made(place, make, values):
-    """A mask on the device, and what is found out of it."""
+    """Return a mask on the device, and its pattern."""
     (x,) = place.send([values])
-    query, key = (torch.empty(ROWS, 4, size, 8, device="meta") for size in (TIME, KEYS))
-    with seeing_masks():
+    masks = Masks()
+    with masks.watch():
         mask = make(x)
-        found = pattern_of(mask, query, key)
+        found = masks.pattern(mask, ROWS, TIME, KEYS)
     return mask, found
 
 
 def seen_by(pattern):
-    """True where a query looks at a key, by a pattern."""
+    """Return True where a query attends to a key, by a pattern."""
     of_query, of_key = torch.arange(TIME)[:, None], torch.arange(KEYS)
     seen = torch.ones(ROWS, TIME, KEYS, dtype=torch.bool)
     if pattern.left is not None:
         seen &= of_key >= of_query - pattern.left
     if pattern.right is not None:
         seen &= of_key <= of_query + pattern.right
-    if pattern.of_queries is not None:
-        queries, keys = runtime.to_host([pattern.of_queries, pattern.of_keys], "test")
+    if pattern.query_segments is not None:
+        queries, keys = runtime.to_host([pattern.query_segments, pattern.key_segments], "test")
         assert (
             queries.dtype is keys.dtype is torch.int32 and queries.shape == (ROWS, TIME) and keys.shape == (ROWS, KEYS)
         )
@@ -195,7 +195,7 @@ def check(place, make, values):
     allowed = mask if mask.dtype is torch.bool else mask == 0
     allowed = allowed.expand(ROWS, 1, TIME, KEYS)[:, 0]
     assert torch.equal(seen_by(found), allowed)
-    if found.tells_blind:
+    if found.knows_blind:
         hidden = ~allowed.any(-1)
         (blind,) = (torch.zeros_like(hidden),) if found.blind is None else runtime.to_host([found.blind], "test")
         assert torch.equal(blind, hidden)
@@ -204,36 +204,36 @@ def check(place, make, values):
 
 @pytest.mark.cores(1, quick=True)
 @pytest.mark.parametrize("name", FOUND)
-def test_what_is_found_out_of_a_mask_is_what_it_says(place, name):
+def test_a_derived_pattern_equals_its_mask(place, name):
     torch.manual_seed(0)
     check(place, FOUND[name], torch.randint(-2, 9, (ROWS, TIME)))
 
 
 @pytest.mark.cores(1, quick=True)
 @pytest.mark.parametrize("name", PACKED)
-def test_places_of_joined_texts_are_understood(place, name):
+def test_positions_of_packed_texts_are_recognised(place, name):
     found = check(
         place, PACKED[name], torch.tensor([[*range(12)], [*range(5), *range(4), *range(3)], [3, 4, 5, *range(9)]])
     )
-    assert found.tells_blind and found.blind is None  # each word looks at itself
+    assert found.knows_blind and found.blind is None  # each word attends to itself
 
 
 @pytest.mark.cores(1, quick=True)
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_of_other_masks_nothing_is_said(place, name):
+def test_other_masks_have_no_pattern(place, name):
     torch.manual_seed(0)
     assert made(place, UNKNOWN[name], torch.randint(-2, 9, (ROWS, TIME)))[1] is None
 
 
 @pytest.mark.cores(1, quick=True)
-def test_a_copy_is_known_as_the_mask_that_it_is_of(place):
+def test_a_copy_has_its_masks_pattern(place):
     (x,) = place.send([torch.ones(ROWS, TIME)])
-    query = torch.empty(ROWS, 4, TIME, 8, device="meta")
-    with seeing_masks():
+    masks = Masks()
+    with masks.watch():
         mask = causal(x)
         copy = mask.detach().logical_and(mask)
         copy[0, 0] = True
-        assert pattern_of(copy, query, query) is None
-        with seeing_again([(copy, mask)]):
-            assert pattern_of(copy, query, query).right == 0
-    assert pattern_of(mask, query, query) is None  # nothing is kept
+        assert masks.pattern(copy, ROWS, TIME, TIME) is None
+        with masks.watch_again([(copy, mask)]):
+            assert masks.pattern(copy, ROWS, TIME, TIME).right == 0
+    assert masks.pattern(mask, ROWS, TIME, TIME) is None  # no record is kept

@@ -1,5 +1,6 @@
-"""Metrics: names are resolved by shapes, the running values are exact, and logs wait only when they are read."""
+"""Metrics: names are resolved by shapes, running values are exact, and only reading logs waits."""
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -11,6 +12,7 @@ from tpufit.backend import HOST
 from tpufit.errors import ArgumentError, ReplayError, UnknownNameError
 from tpufit.metrics import LazyLogs, PassMetrics
 from tpufit.metrics.metric import Metric
+from tpufit.metrics.sums import SumTable
 
 
 def run(metric, batches):
@@ -68,7 +70,7 @@ def test_the_mean_of_labels_and_of_two_classes():
     assert run("f1", [binary]) == run("f1_micro", [binary]) == pytest.approx(2 / 3)
 
 
-def test_labels_are_left_out_also_after_one_hot_targets():
+def test_ignored_labels_after_one_hot_targets():
     running = PassMetrics(metrics.build(["accuracy"], [], ignored={None: -100}), HOST)
     for y in (torch.eye(4), torch.tensor([-100, -100, 2, 3])):
         running.begin()
@@ -92,7 +94,7 @@ def test_one_hot_targets_are_classes_to_a_loss_of_classes():
 
     for label in (-100, 0):  # PyTorch ignores it in probabilities
         assert values(soft, {None: label}) == pytest.approx(values(y, {None: -100}))
-    assert run("accuracy", [(soft.clamp(0, 1), (soft > 0.5).float())]) == 1.0  # else of several labels
+    assert run("accuracy", [(soft.clamp(0, 1), (soft > 0.5).float())]) == 1.0  # otherwise of several labels
 
 
 def test_functions_are_averaged_over_rows():
@@ -120,13 +122,26 @@ def test_functions_are_averaged_over_rows():
     assert run(lambda p, y: 2, parts) == 2.0
 
 
+@pytest.mark.cores(1)
+def test_a_batch_dependent_metric_is_reported_once(cores):
+    def farthest(y_pred, y):
+        return float(np.abs(y_pred.numpy() - y.numpy()).max())
+
+    model = tpufit.Model(nn.Linear(2, 1))
+    model.compile("sgd", "mse", metrics=[farthest])
+    x = torch.randn(12, 2)
+    with pytest.warns(UserWarning, match="'farthest' returns a number .* tpufit.DatasetMetric.function. com") as told:
+        model.fit(x, x[:, :1], batch_size=4, epochs=2, validation_split=0.5, verbose=0)
+    assert len(told) == 1
+
+
 def test_a_function_that_returns_other_than_rows():
     with pytest.raises(ArgumentError, match=r"one value for each of 3 rows, or one number, got shape \(4,\)"):
         run(lambda p, y: torch.zeros(4), [(torch.ones(3), torch.ones(3))])
     weighted = PassMetrics(metrics.build(None, [lambda p, y: (p - y).mean()]), HOST)
-    with pytest.raises(ArgumentError, match=r"each of 3 rows that weights are for, got shape \(\)"):
+    with pytest.raises(ArgumentError, match=r"each of 3 rows, as there are sample weights, got shape \(\)"):
         weighted.update_metrics(torch.ones(3), torch.ones(3), torch.ones(3))
-    weighted.update_metrics(torch.ones(3), torch.ones(3))  # without weights to heed
+    weighted.update_metrics(torch.ones(3), torch.ones(3))  # without support for weights
 
 
 @pytest.mark.parametrize("name", ["mse", "mae", "r2_score", "mean_squared_error"])
@@ -137,7 +152,13 @@ def test_names_of_regression(name):
     assert run(name, parts) == pytest.approx(float(theirs[name]()(*joined(parts))), abs=1e-6)
 
 
-def test_a_metric_whose_sums_change_their_shape_keeps_that_of_the_first():
+@pytest.mark.parametrize("name", ["mse", "mape", "r2_score"])
+def test_regression_targets_for_a_class_metric_are_refused(name):
+    with pytest.raises(ArgumentError, match=rf"'{name}' compares numbers of one shape, got .*\(5, 4\) and .*\(5,\)"):
+        run(name, [(torch.randn(5, 4), torch.arange(5))])
+
+
+def test_a_metric_keeps_the_shape_of_its_first_sums():
     parts = [(torch.randn(n, 1), torch.randn(n, 1)) for n in (8, 5, 5)]
     running = PassMetrics(metrics.build(["r2_score"]), HOST)
     shapes = []
@@ -160,7 +181,7 @@ def test_accuracy_by_shapes():
     assert run("accuracy", [multilabel]) == pytest.approx(3 / 4)
 
 
-def test_shapes_that_tell_no_task():
+def test_shapes_without_a_clear_task():
     with pytest.raises(ArgumentError, match=r"can't tell its task from an output of shape \(2, 3, 4\)"):
         run("accuracy", [(torch.randn(2, 3, 4), torch.randint(0, 2, (2,)))])
 
@@ -171,7 +192,7 @@ def test_shapes_that_tell_no_task():
         torchmetrics.F1Score(task="multiclass", num_classes=4, average="macro"),
         torchmetrics.AUROC(task="multiclass", num_classes=4),  # keeps whole batches
         torchmetrics.AUROC(task="multiclass", num_classes=4, thresholds=20),  # has a buffer
-        torchmetrics.MinMaxMetric(torchmetrics.Accuracy(task="multiclass", num_classes=4)),  # wraps another
+        torchmetrics.MinMaxMetric(torchmetrics.Accuracy(task="multiclass", num_classes=4)),  # wraps another metric
     ],
     ids=["sums", "lists", "buffer", "wrapper"],
 )
@@ -218,7 +239,7 @@ def test_logs_of_a_batch_hold_its_own_values():
         assert logs["loss"] == pytest.approx(y_pred.mean().item(), abs=1e-6)
 
 
-def test_logs_are_read_once_and_only_if_somebody_looks():
+def test_logs_are_read_once_and_only_on_access():
     reads = []
 
     def read():
@@ -251,7 +272,7 @@ def test_bad_metrics():
         metrics.build(["acuracy"])
     with pytest.raises(ArgumentError, match="an instance, not the class"):
         metrics.build([torchmetrics.MeanSquaredError])
-    with pytest.raises(ArgumentError, match="taken more than once"):
+    with pytest.raises(ArgumentError, match="used twice or more"):
         metrics.build(["accuracy", "accuracy"])
     with pytest.raises(ArgumentError, match="one output tensor with one target"):
         PassMetrics(metrics.build(["accuracy"]), HOST).update_metrics((torch.ones(2), torch.ones(2)), torch.ones(2))
@@ -298,6 +319,16 @@ def model_of(kind, **arguments):
     return model
 
 
+def test_parts_of_joined_batches_are_freed():
+    sums = SumTable(HOST)
+    part = torch.zeros(3)
+    sums.parts[part] = torch.arange(6.0).view(2, 3), 1
+    assert sums.find_host_value(part).tolist() == [3, 4, 5]
+    del part
+    other = torch.ones(3)  # Python reuses the memory of the previous part
+    assert sums.find_host_value(other).tolist() == [1, 1, 1] and not sums.parts
+
+
 @pytest.mark.soak_on(8)
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("how", HOW, ids=str)
@@ -315,7 +346,7 @@ def test_metrics_that_are_attributes_belong_to_a_pass(cores, how):
             "f1": torchmetrics.functional.f1_score(y_pred, y, "multiclass", num_classes=3, average="macro").item(),
         }
         expected["first"] = expected["loss"]
-        for name, value in expected.items():  # the same in each epoch, for the rate is 0
+        for name, value in expected.items():  # the same in each epoch, because the rate is 0
             assert history[f"{prefix}{name}"] == pytest.approx([value] * 3, abs=1e-5), name
     assert list(history)[:4] == ["loss", "area", "first", "f1"] and len(history) == 8
     if how.get("jit_compile") is True:
@@ -324,7 +355,7 @@ def test_metrics_that_are_attributes_belong_to_a_pass(cores, how):
     assert model.metrics_names == ["loss", "accuracy", "seen", "f1", "auroc", "unused"]
     assert model.higher_is_better("val_f1") is True
     assert int(model.f1.tp.sum()) == 0 and model.f1._update_count == 0
-    model.f1.update(torch.tensor([0, 1]), torch.tensor([0, 1]))  # outside a step it is the user's
+    model.f1.update(torch.tensor([0, 1]), torch.tensor([0, 1]))  # outside a step it belongs to the user
     assert model.f1.compute() == 1.0
 
 
@@ -378,13 +409,13 @@ def test_a_collection_that_is_an_attribute_belongs_to_a_pass(cores, how):
     plain |= {f"val_{name}": value.item() for name, value in expected.compute().items()}
     plain["val_first"] = plain.pop("val_own_f1_now")
     assert history.keys() == {"loss", *plain}
-    for name, value in plain.items():  # the same in each epoch, for the rate is 0
+    for name, value in plain.items():  # the same in each epoch, because the rate is 0
         assert history[name] == pytest.approx([value] * 3, abs=1e-5), name
     if how.get("jit_compile"):
         assert counts.host_reads == 0 and not counts.fallbacks and counts.graphs.get("train", 0) <= 2
     assert model.metrics_names == ["loss", *expected.keys()]
     assert model.higher_is_better("val_own_recall_now") is True
-    # Outside a step it is the user's, with groups of equal sums, and a step doesn't mind these.
+    # Outside a step it belongs to the user, with groups of equal sums, which a step ignores.
     model.scores.update(y_pred, Y)
     assert len(model.scores.compute_groups) == 3 and model.scores.compute()["own_f1_now"] == pytest.approx(
         plain["own_f1_now"], abs=1e-5
@@ -397,7 +428,7 @@ def test_a_collection_that_is_an_attribute_belongs_to_a_pass(cores, how):
 
 
 @pytest.mark.cores(1, 8)
-def test_another_metric_in_its_place_is_noticed(cores):
+def test_a_replaced_metric_is_noticed(cores):
     model = model_of(ByHand)
     model.evaluate(X, Y, 16 // cores, verbose=0, cores=cores)
     model.f1 = torchmetrics.MeanMetric(nan_strategy="ignore")
@@ -451,7 +482,7 @@ def test_a_number_that_changes_is_not_frozen(cores):
 
 
 class Keras(tpufit.Model):
-    """Overrides what a subclass of `keras.Model` may."""
+    """Overrides the methods that a subclass of `keras.Model` may override."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return super().compute_loss(x, y, y_pred, sample_weight, training) * (1 if training else 2)
@@ -483,7 +514,7 @@ def test_the_methods_of_keras_may_be_overridden(cores, how):
 
 
 @pytest.mark.cores(1, 8)
-def test_a_loss_of_ones_own_need_not_take_training(cores):
+def test_a_custom_compute_loss_may_omit_training(cores):
     class Own(tpufit.Model):
         def compute_loss(self, x, y, y_pred, sample_weight=None):
             return super().compute_loss(x, y, y_pred, sample_weight) + 1
@@ -493,7 +524,7 @@ def test_a_loss_of_ones_own_need_not_take_training(cores):
 
 
 @pytest.mark.slow
-def test_who_uses_no_metric_imports_neither_torchmetrics_nor_torch_xla(run_python):
+def test_without_metrics_torchmetrics_isnt_imported(run_python):
     done = run_python(
         "import sys, torch, tpufit\n"
         "model = tpufit.Model(torch.nn.Linear(4, 1))\n"
@@ -540,13 +571,13 @@ def test_batches_that_torchmetrics_refuses(cores, how, metric, outputs, y, says)
     with pytest.raises(ArgumentError, match=f"{type(metric).__name__}, can't take an output and targets.*{says}"):
         model.fit(ROWS, y, batch_size=16 // cores, verbose=0, cores=cores)
     same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert same or "run_eagerly" in how  # an eager step has already changed the weights when it comes to the metrics
+    assert same or "run_eagerly" in how  # an eager step has already changed the weights when it updates the metrics
 
 
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("how", [{"run_eagerly": True}, {}, {"steps_per_execution": 2}], ids=str)
-def test_batches_that_torchmetrics_takes_after_a_look(cores, how):
-    """Labels in floating point, ignored labels, and collections beside other metrics."""
+def test_batches_that_torchmetrics_accepts(cores, how):
+    """Labels in floating point, ignored labels, and collections with other metrics."""
     several = torchmetrics.MetricCollection({"f1": C.MulticlassF1Score(2), "top": C.MulticlassAccuracy(2)}, prefix="c_")
     for metrics_, outputs, y, loss in (
         ([C.BinaryAccuracy()], 1, HALVES.float(), "binary_cross_entropy_with_logits"),

@@ -1,4 +1,4 @@
-"""Training or not, gradients or none: parts that stay in eval mode, `model(x, training=...)`, calls under `no_grad`."""
+"""Training and eval mode, gradients or none: frozen parts, `model(x, training=...)`, calls under `no_grad`."""
 
 import copy
 
@@ -21,7 +21,7 @@ def compiled(kind=tpufit.Model):
     return model
 
 
-def test_a_call_says_whether_it_is_of_training(cores):
+def test_a_call_has_a_training_argument(cores):
     class Says(tpufit.Model):
         def train_step(self, batch):
             x, y = batch
@@ -42,7 +42,7 @@ def test_a_call_says_whether_it_is_of_training(cores):
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_fit_needs_gradients_and_the_others_do_not(cores, context):
+def test_only_fit_needs_gradients(cores, context):
     model, plain = compiled(), compiled()
     plain.load_state_dict(model.state_dict())
     with context():
@@ -51,7 +51,7 @@ def test_fit_needs_gradients_and_the_others_do_not(cores, context):
         predicted = model.predict(torch.clone(X), verbose=0)
         torch.testing.assert_close(model(X, training=False), torch.tensor(predicted))
         for method in (model.fit, model.lr_find, model.train_on_batch):
-            with pytest.raises(ArgumentError, match=f"{method.__name__} is called under torch.no_grad"):
+            with pytest.raises(ArgumentError, match=f"{method.__name__} was called under torch.no_grad"):
                 method(X, Y)
     assert plain.evaluate(X, Y, verbose=0, cores=cores) == loss
     model.fit(X, Y, 4, verbose=0)
@@ -59,7 +59,7 @@ def test_fit_needs_gradients_and_the_others_do_not(cores, context):
 
 
 class Modes(Callback):
-    """Notes which parts of the module are in training mode after each epoch's first step."""
+    """Records which parts of the module are in training mode after each epoch's first step."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ def test_a_frozen_part_in_eval_mode_stays_in_it(cores, options):
     optimizer = torch.optim.SGD(plain[1].parameters(), 0.1)
     model = tpufit.Model(net)
     model.compile(lambda parameters: torch.optim.SGD(parameters, 0.1), "cross_entropy", scale_lr=None, **options)
-    for _ in range(2):  # `fit` leaves all of it in eval mode, and the second one knows which part was
+    for _ in range(2):  # `fit` leaves the whole module in eval mode, and the second fit knows which part was frozen
         model.fit(X, Y, 16 // cores, shuffle=False, verbose=0, cores=cores)
         model.train_on_batch(X[:16], Y[:16])
         for i in (0, 16, 0):
@@ -95,7 +95,7 @@ def test_a_frozen_part_in_eval_mode_stays_in_it(cores, options):
         torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=0, atol=1e-6, msg=name)
 
 
-def test_a_call_for_training_leaves_a_frozen_part_alone(cores):
+def test_a_training_call_keeps_a_frozen_part_in_eval_mode(cores):
     class Own(tpufit.Model):
         def train_step(self, batch):
             x, y = batch
@@ -114,12 +114,12 @@ def test_a_call_for_training_leaves_a_frozen_part_alone(cores):
 @pytest.mark.parametrize(
     ("prepare", "expected"),
     [
-        (lambda net: net.eval(), "tttttt"),  # as after inference: all of it is trained
+        (lambda net: net.eval(), "tttttt"),  # as after inference: the whole module is trained
         (lambda net: net[0].eval(), "tttttt"),  # its weights learn
         (lambda net: net[0].requires_grad_(False), "tttttt"),  # in training mode, as in PyTorch
         (lambda net: net[0].requires_grad_(False).eval(), "teeeet"),
-        (lambda net: net[0][2].eval(), "ttttet"),  # a dropout alone
-        (lambda net: net.eval()[0].requires_grad_(False), "tttett"),  # as of Hugging Face's: with dropout
+        (lambda net: net[0][2].eval(), "ttttet"),  # only a dropout
+        (lambda net: net.eval()[0].requires_grad_(False), "tttett"),  # as in Hugging Face's models: with dropout
     ],
     ids=["all", "learning", "frozen", "frozen in eval", "dropout", "all and frozen"],
 )
@@ -134,7 +134,7 @@ def test_which_parts_stay_in_eval_mode(cores, prepare, expected):
     assert modes.seen == [expected] * 2
 
 
-def test_a_part_that_is_frozen_and_freed_between_fits(cores):
+def test_freezing_and_unfreezing_between_fits(cores):
     body, net = body_and_head()
     modes = Modes()
     model = tpufit.Model(net)
@@ -152,7 +152,7 @@ def test_a_part_that_is_frozen_and_freed_between_fits(cores):
     assert not torch.equal(model.state_dict()["0.1.running_mean"], before)
 
 
-def test_freeze_says_the_same(cores):
+def test_freeze_has_the_same_effect(cores):
     body, net = body_and_head()
     body.eval()
     modes = Modes()

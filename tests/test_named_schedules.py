@@ -1,4 +1,4 @@
-"""Schedules by name: PyTorch's rates at each step of the optimizer, at no graph, in checkpoints, for each group."""
+"""Schedules by name: PyTorch's rates at each step of the optimizer, without new graphs, in checkpoints, per group."""
 
 import warnings
 from functools import partial
@@ -16,13 +16,13 @@ from tpufit.errors import ArgumentError, CallbackError, UnknownNameError
 
 pytestmark = pytest.mark.cores(1, 8)
 
-X = np.random.default_rng(0).normal(size=(157, 6)).astype("float32")  # ten batches of 16, the last one of 13
+X = np.random.default_rng(0).normal(size=(157, 6)).astype("float32")  # ten batches of 16, the last of 13
 Y = np.random.default_rng(1).integers(0, 3, 157)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class Rates(Callback):
-    """Notes the rates that each step will have, as the last of the callbacks."""
+    """Records each step's rates, as the last callback."""
 
     reads_weights = False
 
@@ -48,7 +48,7 @@ def fit(cores, model, *callbacks, data=(X, Y), **options):
 
 
 def in_phases(warmup, *after, steps=30):
-    """The rates of PyTorch's schedulers one after another: a warm-up, and others with the step that each begins at."""
+    """Return the rates of consecutive PyTorch schedulers: a warm-up, and others with the steps at which they begin."""
     optimizer = SGD([torch.zeros(1)])
     phases = [lr_scheduler.LinearLR(optimizer, 1 / (warmup + 1), total_iters=warmup)] if warmup else []
     begins = [begin for begin, _ in after if begin]
@@ -59,7 +59,7 @@ def in_phases(warmup, *after, steps=30):
         found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The epoch parameter in")  # that torch 2.8's SequentialLR gives itself
+            warnings.filterwarnings("ignore", "The epoch parameter in")  # that torch 2.8's SequentialLR itself causes
             schedule.step()
     return pytest.approx(found, rel=1e-9, abs=1e-15)
 
@@ -88,22 +88,22 @@ NAMED = {
 
 
 @pytest.mark.soak_on(8)
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # PyTorch's own SequentialLR passes it
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # PyTorch's SequentialLR passes it
 @pytest.mark.parametrize("name", NAMED)
-def test_the_rates_are_those_of_pytorchs_schedulers(cores, name):
+def test_rates_equal_pytorchs_schedulers(cores, name):
     callback, phases = NAMED[name]
     model = made(steps_per_execution=4 if name == "cosine" else 1)
     before = runtime.counts()
     assert fit(cores, model, callback, epochs=3) == in_phases(*phases)
     counts = runtime.counts() - before
     assert counts.graphs["train"] <= 3 and not counts.captures and counts.host_reads == 0
-    # Another fit is another training, with the same peak; a rate that was set since is a new peak.
+    # The next fit starts the schedule again, with the same peak. If the user sets a rate, that rate is the new peak.
     assert fit(cores, model, callback, epochs=3) == in_phases(*phases)
     model.learning_rate = 0.3
     assert max(fit(cores, model, callback, epochs=3)) == pytest.approx(0.3)
 
 
-def test_the_rate_of_compile_is_scaled_first_and_groups_keep_their_proportions(cores):
+def test_the_rate_is_scaled_and_groups_keep_their_proportions(cores):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
     groups = [{"params": net[0].parameters(), "lr": 0.1}, {"params": net[2].parameters(), "lr": 0.01}]
@@ -117,8 +117,8 @@ def test_the_rate_of_compile_is_scaled_first_and_groups_keep_their_proportions(c
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_it_counts_the_optimizers_steps_and_goes_on_from_a_checkpoint_to_the_bit(cores, tmp_path, k):
-    """Ten batches an epoch, four at a time: 4, 4 and 2 make three steps."""
+def test_schedules_count_optimizer_steps_and_resume(cores, tmp_path, k):
+    """Ten batches in an epoch, four at a time: 4, 4 and 2 are three steps."""
     options = {"accumulate_steps": 4, "steps_per_execution": k}
     model = made(**options)
     rates = fit(cores, model, LRScheduler("cosine", warmup=1), ModelCheckpoint(tmp_path, save_freq=6), epochs=2)
@@ -127,12 +127,12 @@ def test_it_counts_the_optimizers_steps_and_goes_on_from_a_checkpoint_to_the_bit
     again = made(**options)
     saves = ModelCheckpoint(tmp_path, save_freq=6)
     rest = fit(cores, again, LRScheduler("cosine", warmup=1), saves, epochs=2, resume=tmp_path / "step-0000000006")
-    assert rest == rates  # the first six came with the checkpoint, as the callback keeps them
+    assert rest == rates  # the first six came with the checkpoint, because the callback keeps them
     for name, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
 
 
-def test_it_finds_its_place_when_training_begins_later(cores):
+def test_schedules_find_their_position_in_a_later_start(cores):
     whole = fit(cores, made(), LRScheduler("linear"), epochs=3)
     assert fit(cores, made(), LRScheduler("linear"), epochs=3, initial_epoch=1) == whole[10:]
 
@@ -142,9 +142,9 @@ def endless():
         yield X[:16], Y[:16]
 
 
-def test_the_length_is_asked_for_where_nothing_tells_it(cores):
+def test_an_unknown_length_is_an_error(cores):
     model = made()
-    with pytest.raises(CallbackError, match=r"'cosine' must know how many steps .* or fit\(max_steps=...\)"):
+    with pytest.raises(CallbackError, match=r"'cosine' needs the number of steps, .* or fit\(max_steps=...\)"):
         fit(cores, model, LRScheduler("cosine"), data=(endless(),))
     assert model.steps_taken == 0
     rates = fit(cores, model, LRScheduler("linear"), data=(endless(),), max_steps=5)
@@ -174,6 +174,6 @@ def test_wrong_arguments(make, error, message):
 
 def test_two_schedules_of_every_step_are_an_error(cores):
     model, before = made(), runtime.counts()
-    with pytest.raises(ArgumentError, match="LRScheduler and OneCycle each give every step its rate"):
+    with pytest.raises(ArgumentError, match="LRScheduler and OneCycle each set the rate of every step"):
         fit(cores, model, LRScheduler("cosine"), OneCycle())
     assert not (runtime.counts() - before).graphs and model.learning_rate == 0.1

@@ -1,4 +1,4 @@
-"""The norms of a step on several cores: the native numbers, without gathering the batch on every core."""
+"""The norms of a step on several cores equal PyTorch's, without gathering the batch on every core."""
 
 import copy
 import json
@@ -11,7 +11,8 @@ from torch import nn
 
 from tpufit import runtime
 from tpufit.backend import HOST, Sharding
-from tpufit.runtime.ops.kernels import own_kernels
+from tpufit.runtime.driver import driver
+from tpufit.runtime.ops.kernels import replace_kernels
 
 NORMS = {
     "batch norm of (N, C)": (lambda: nn.BatchNorm1d(6), (13, 6)),
@@ -44,7 +45,7 @@ NORMS = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", NORMS)
-def test_modules_as_native(name, dtype):
+def test_modules_equal_pytorchs(name, dtype):
     make, shape = NORMS[name]
     native = _randomised(make()).to(dtype)
     ours = copy.deepcopy(native)
@@ -53,11 +54,11 @@ def test_modules_as_native(name, dtype):
         x = torch.randn(shape, dtype=dtype) * 3 + 2
         upstream = torch.randn(shape, dtype=dtype)
         expected = _results(native.train(training), x, upstream)
-        with own_kernels("CPU"):
+        with replace_kernels("CPU"):
             results = _results(ours.train(training), x, upstream)
         assert results.keys() == expected.keys()
         for what, value in expected.items():
-            # The gradient of a weight is a sum, with rounding errors of the size of its terms.
+            # The gradient of a weight is a sum, with rounding errors relative to its terms.
             largest = max(1.0, float(value.abs().max()))
             torch.testing.assert_close(results[what], value, rtol=0, atol=tolerance * largest, msg=what)
 
@@ -73,14 +74,14 @@ def test_second_derivatives(name):
         return torch.autograd.grad(gradient.square().sum(), [x, norm.weight])
 
     expected = penalty()
-    with own_kernels("CPU"):
+    with replace_kernels("CPU"):
         torch.testing.assert_close(penalty(), expected)
 
 
 def test_a_large_mean_does_not_cancel():
     x = torch.randn(64, 16) + 1000
     reference = F.layer_norm(x.double(), (16,))
-    with own_kernels("CPU"):
+    with replace_kernels("CPU"):
         torch.testing.assert_close(F.layer_norm(x, (16,)).double(), reference, rtol=0, atol=5e-4)
 
 
@@ -91,7 +92,7 @@ def test_half_precision_is_computed_in_float32(name, dtype):
     norm = _randomised(make())
     x = (torch.randn(shape) * 3 + 2).to(dtype)
     expected = norm.to(dtype).float()(x.float())  # the same rounded weights
-    with own_kernels("CPU"):
+    with replace_kernels("CPU"):
         result = norm.to(dtype)(x)
     assert result.dtype is dtype
     torch.testing.assert_close(result, expected.to(dtype))
@@ -113,24 +114,24 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_errors_are_the_native_ones(name):
+def test_errors_equal_pytorchs(name):
     with pytest.raises(Exception) as native:
         REFUSED[name]()
-    with pytest.raises(Exception) as ours, own_kernels("CPU"):
+    with pytest.raises(Exception) as ours, replace_kernels("CPU"):
         REFUSED[name]()
     assert (ours.type, str(ours.value)) == (native.type, str(native.value))
 
 
-def test_it_ends_with_the_context():
+def test_kernels_end_with_the_context():
     x = torch.randn(3, 4, requires_grad=True)
-    with pytest.raises(ZeroDivisionError), own_kernels("CPU"):
+    with pytest.raises(ZeroDivisionError), replace_kernels("CPU"):
         assert "NativeLayerNorm" not in F.layer_norm(x, (4,)).grad_fn.name()
         raise ZeroDivisionError
     assert "NativeLayerNorm" in F.layer_norm(x, (4,)).grad_fn.name()
 
 
 class Block(nn.Module):
-    """A transformer block. Not with `nn.MultiheadAttention`, which gathers the batch (it has it second inside)."""
+    """A transformer block without `nn.MultiheadAttention`, which would gather the batch."""
 
     def __init__(self, width=8, heads=2):
         super().__init__()
@@ -146,18 +147,18 @@ class Block(nn.Module):
 
 
 class Checkpointed(Block):
-    """One that is computed again in the backward pass, in the thread of autograd."""
+    """A block that is recomputed in the backward pass, in autograd's thread."""
 
     def forward(self, x):
         if x.device.type == "cpu":
             return super().forward(x)
-        from torch_xla.utils.checkpoint import checkpoint  # torch's own doesn't know the device
+        from torch_xla.utils.checkpoint import checkpoint  # torch's context doesn't know the device
 
         return checkpoint(super().forward, x)
 
 
 def _convolutional(*norms):
-    # Not ReLU: rounding, which differs between processors, can turn a sum that is nearly 0 on or off.
+    # Not ReLU: rounding, which differs between processors, could move a sum near 0 across its kink.
     convolutions = [[nn.Conv2d(8 if i else 3, 8, 3, padding=1, bias=False), n, nn.SiLU()] for i, n in enumerate(norms)]
     return nn.Sequential(*sum(convolutions, []))
 
@@ -172,7 +173,7 @@ NETS = {
 
 
 def one_step(name, rows, place, context):
-    """A step of gradient descent on a net and on a batch that depend on nothing else; what is different afterwards."""
+    """Take a step of gradient descent on a fixed net and batch; return the differences."""
     make, shape = NETS[name]
     torch.manual_seed(0)
     net = make()
@@ -192,20 +193,21 @@ def one_step(name, rows, place, context):
 @pytest.mark.cores(8)
 @pytest.mark.parametrize("rows", [13, 16])
 @pytest.mark.parametrize("name", NETS)
-def test_a_step_as_native_on_the_host(cores, name, rows):
+def test_a_step_equals_pytorchs_on_the_host(cores, name, rows):
     from contextlib import nullcontext
 
-    place = runtime.placement_on(runtime.start(cores, "test"))  # first: autograd looks once for the devices there are
+    place = runtime.placement_on(runtime.start(cores, "test"))  # first: autograd looks up the existing devices once
     expected = one_step(name, rows, HOST, nullcontext)
-    result = one_step(name, rows, place, own_kernels)
+    result = one_step(name, rows, place, replace_kernels)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.cores(1, 8)
+@pytest.mark.runtime("torch_xla")  # TorchTPU's native norms, used for comparison, don't compile for two dtypes
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, None], ids=str)
 @pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast_as_native_but_for_the_format_of_batch_norm(cores, inputs, weights):
-    """Batch and instance norm keep their input's, as CUDA's autocast has them."""
+def test_autocast_equals_pytorchs_except_batch_norms_dtype(cores, inputs, weights):
+    """Batch and instance norm keep their input's dtype, as in CUDA's autocast."""
     place = runtime.placement_on(runtime.start(cores, "test"))
     torch.manual_seed(0)
     x, w, b = torch.randn(13, 6, 4) * 3 + 2, torch.randn(6), torch.randn(6)
@@ -215,7 +217,7 @@ def test_autocast_as_native_but_for_the_format_of_batch_norm(cores, inputs, weig
 
     def compute():
         affine = dict(zip(["weight", "bias"], parameters, strict=False))
-        with torch.autocast("xla", torch.bfloat16):
+        with torch.autocast(driver().device_type, torch.bfloat16):
             return [
                 F.batch_norm(x, None, None, training=True, **affine),
                 F.instance_norm(x, **affine),
@@ -225,9 +227,9 @@ def test_autocast_as_native_but_for_the_format_of_batch_norm(cores, inputs, weig
 
     batch, instance, *others = runtime.to_host(compute(), "test")
     expected = [batch.to(inputs), instance.to(inputs), *others]
-    with own_kernels():
+    with replace_kernels():
         results = runtime.to_host(compute(), "test")
-    # Both are rounded to bfloat16 somewhere, the native ones also on the way.
+    # Both round to bfloat16 at some places, the native norms also in between.
     tolerance = 2e-6 if inputs is weights is torch.float32 else 3e-2
     for result, native in zip(results, expected, strict=True):
         torch.testing.assert_close(result, native, rtol=tolerance, atol=tolerance)  # dtypes too
@@ -237,13 +239,13 @@ PROGRAM = """
 import contextlib, json, pathlib, re, sys, warnings
 warnings.simplefilter("ignore")
 sys.path.insert(0, {tests!r})
-from test_norms import HOST, NETS, one_step, runtime, own_kernels
+from test_norms import HOST, NETS, one_step, runtime, replace_kernels
 
 place = runtime.placement_on(runtime.start(8, "test"))
 moves = {{}}
-for context in (own_kernels, contextlib.nullcontext):
+for context in (replace_kernels, contextlib.nullcontext):
     for name in NETS:
-        if name == "frozen batch norm" and context is not own_kernels:
+        if name == "frozen batch norm" and context is not replace_kernels:
             continue  # natively, its backward pass is an error of torch_xla
         before = set(pathlib.Path("hlo").glob("*after_optimizations.txt"))
         one_step(name, {rows}, place, context)
@@ -266,9 +268,9 @@ def test_the_partitioned_program_gathers_no_activations(run_python, request, row
     moves = json.loads(process.stdout.splitlines()[-1])
     for name, (_, shape) in NETS.items():
         if rows % 8 and len(shape) < 3:
-            continue  # `nn.Linear` joins rows and positions, and 13 x 5 is split elsewhere than 13
-        ours = moves[f"own_kernels: {name}"]
-        assert {operation for _, operation in ours} == {"all-reduce"}, name  # of sums; nothing else travels
+            continue  # `nn.Linear` merges rows and positions, and 13 x 5 is split differently from 13
+        ours = moves[f"replace_kernels: {name}"]
+        assert {operation for _, operation in ours} == {"all-reduce"}, name  # of sums; nothing else is exchanged
         native = moves.get(f"nullcontext: {name}")
         assert native is None or any(operation.startswith("all-gather") for _, operation in native), name
 

@@ -1,4 +1,4 @@
-"""Training loops of one's own: a batch at a time, with the same results as `fit`."""
+"""Custom training loops: one batch at a time, with the same results as `fit`."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def make(compiled=True):
     return model
 
 
-def test_a_loop_of_ones_own_is_fit(cores):
+def test_a_custom_loop_equals_fit(cores):
     fitted, own = make(), make()
     history = fitted.fit(X, Y, 16 // cores, 3, verbose=0, cores=cores).history
     before = runtime.counts()
@@ -40,10 +40,10 @@ def test_a_loop_of_ones_own_is_fit(cores):
     for name, value in fitted.state_dict().items():
         assert torch.equal(own.state_dict()[name], value), name
     assert not own.report().traced["train"]
-    assert counts.waits["batch logs"] == 21 and counts.graphs["train"] == 0  # the graphs are those of `fit`
+    assert counts.waits["batch logs"] == 21 and counts.graphs["train"] == 0  # the graphs of `fit`
 
 
-def test_values_are_those_of_the_batch_alone(cores):
+def test_values_are_of_the_single_batch(cores):
     model = make()
     model.compile("adamw", "cross_entropy", metrics=["accuracy", "auroc"])  # which keeps whole batches
     for role in ("test", "train", "test"):
@@ -70,7 +70,7 @@ def test_a_step_that_is_not_finite_has_its_own_number(cores):
     assert np.isnan(loss) and model.first_bad_step == 3
 
 
-def test_class_weights_come_after_sample_weights(cores):
+def test_class_weights_follow_sample_weights(cores):
     one, other = make(), make()
     for model in (one, other):
         model.compile(lambda p: torch.optim.SGD(p, 0.1), "cross_entropy", scale_lr=None)
@@ -88,7 +88,7 @@ def test_weights_are_current_after_every_batch(cores):
         before = model.module[0].weight.detach().cpu().clone()
         model.train_on_batch(X[:32], Y[:32], WEIGHTS[:32], cores=cores)
         assert not torch.equal(before, model.module[0].weight.detach().cpu())
-    assert model.module.training  # as it was made
+    assert model.module.training  # unchanged
 
 
 def test_predictions_of_a_batch(cores):
@@ -98,7 +98,7 @@ def test_predictions_of_a_batch(cores):
     np.testing.assert_allclose(outputs, model.predict(X[:21], verbose=0), atol=1e-6)
 
 
-def test_a_last_batch_that_is_uneven(cores):
+def test_an_uneven_last_batch(cores):
     model, plain = make(), make()
     plain.compile("adamw", "cross_entropy", metrics=["accuracy"], run_eagerly=True)
     assert model.test_on_batch(X[:13], Y[:13], cores=cores) == pytest.approx(
@@ -106,7 +106,7 @@ def test_a_last_batch_that_is_uneven(cores):
     )
 
 
-def test_errors_are_those_of_fit(cores):
+def test_errors_equal_fits(cores):
     with pytest.raises(NotCompiledError, match="train_on_batch needs a compiled model"):
         make(compiled=False).train_on_batch(X, Y, cores=cores)
     with pytest.raises(DataError, match="the loss needs targets"):

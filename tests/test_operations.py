@@ -1,4 +1,4 @@
-"""What a step computes, counted as it is compiled, and the speeds that follow: tokens a second, share of the peak."""
+"""The operations of a step, counted during compilation, and the speeds: tokens a second, share of the peak."""
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import tpufit
 from tpufit.callbacks import TensorBoard
 from tpufit.runtime import operations, placement
-from tpufit.runtime.bindings import xla
 from tpufit.step.tally import Tally
 from tpufit.utils import hardware
 
@@ -21,18 +20,28 @@ PEAK = 1e9
 
 @pytest.fixture
 def peak(monkeypatch):
-    """The cores of this process have a peak that is known, as a TPU's."""
+    """Pretend that this process's cores have a known peak, like a TPU's."""
     monkeypatch.setattr(placement.CorePlacement, "peak", PEAK)
 
 
-def traced(function, *tensors):
-    """The operations of a function's forward and backward pass on the device."""
-    import torch_xla
+class Computing(tpufit.Model):
+    """Its step computes a function of the weights."""
 
-    own = [t.to(torch_xla.device()).requires_grad_(t.is_floating_point()) for t in tensors]
-    result = function(*own)
-    result.sum().backward()
-    return operations.operations_in(xla()._get_xla_tensors_hlo([result, *(t.grad for t in own if t.grad is not None)]))
+    function = staticmethod(torch.matmul)
+
+    def train_step(self, batch):
+        loss = self.function(*self.module).sum()
+        self.apply_gradients(loss)
+        return {"loss": loss}
+
+
+def traced(function, *tensors):
+    """Return the operations of a function's forward and backward pass on the device."""
+    model = Computing(nn.ParameterList(tensors))
+    model.function = function
+    model.compile("sgd")
+    model.fit(torch.ones(1, 1), batch_size=1, verbose=0, cores=1)
+    return model.report().passes[-1].operations
 
 
 def counted_by_pytorch(function, *tensors):
@@ -48,19 +57,20 @@ def counted_by_pytorch(function, *tensors):
     [
         pytest.param(torch.matmul, [(4, 6), (6, 5)], id="a product"),
         pytest.param(torch.matmul, [(3, 4, 6), (3, 6, 5)], id="a batch of products"),
+        pytest.param(lambda a, b: ((a + 1j * a) @ (b + 1j * b)).real, [(4, 6), (6, 5)], id="complex numbers"),
         pytest.param(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), [(2, 3, 7, 8)] * 3, id="attention"),
         pytest.param(lambda x, w: F.conv2d(x, w), [(4, 3, 9, 8), (5, 3, 3, 2)], id="a convolution"),
         pytest.param(lambda x, w: F.conv1d(x, w), [(4, 3, 9), (5, 3, 4)], id="in one dimension"),
         pytest.param(lambda x, w: F.conv3d(x, w), [(2, 3, 5, 6, 7), (4, 3, 2, 3, 1)], id="in three dimensions"),
     ],
 )
-def test_operations_are_those_that_pytorch_counts(cores, function, shapes):
+def test_operations_equal_pytorchs_counts(cores, peak, function, shapes):
     torch.manual_seed(0)
     tensors = [torch.randn(shape) for shape in shapes]
     assert traced(function, *tensors) == counted_by_pytorch(function, *tensors)
 
 
-# PyTorch's counter takes padding, holes and groups for work. Here the terms are counted one by one.
+# PyTorch's counter includes padding, dilation and groups. Here each term is counted.
 
 
 @pytest.mark.cores(1)
@@ -75,9 +85,9 @@ def test_operations_are_those_that_pytorch_counts(cores, function, shapes):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_a_convolution_has_the_terms_that_meet_no_padding(cores, options, shapes):
+def test_a_convolution_counts_no_padding(cores, peak, options, shapes):
     images, kernel = map(torch.ones, shapes)
-    # Of ones each result is the number of its terms. The backward pass has each term twice: for images and kernel.
+    # With ones, each result is the number of its terms. The backward pass has each term twice: for images and kernel.
     terms = int(F.conv2d(images, kernel, **options).sum())
     assert traced(lambda x, w: F.conv2d(x, w, **options), images, kernel) == 3 * 2 * terms
 
@@ -98,7 +108,7 @@ def text_model():
     return model, torch.randint(50, (64, 12)), torch.randint(50, (64,))
 
 
-# The head's product and, backwards, one for its weight and one for its input.
+# The head's product and, in the backward pass, one for its weight and one for its input.
 OF_A_STEP = 3 * 2 * (16 * 12) * 8 * 50
 
 
@@ -112,16 +122,21 @@ def test_a_fit_counts_tokens_and_operations(cores, peak, joined):
     report = model.report()
     last = report.passes[-1]
     assert (last.tokens, last.operations) == (64 * 12, 4 * OF_A_STEP)
-    assert report.tokens_per_second == last.tokens / last.seconds
-    assert report.share_of_peak == last.operations / last.seconds / PEAK
-    assert "share of the peak" in str(report) and "tokens a second" in str(report)
+    first = last.begun
+    assert (first.steps, first.rows, first.tokens, first.operations) == (
+        *(n // (4 // joined) for n in (last.steps, last.rows, last.tokens, last.operations)),
+    )
+    seconds = last.seconds - first.seconds
+    assert report.tokens_per_second == (last.tokens - first.tokens) / seconds
+    assert report.share_of_peak == (last.operations - first.operations) / seconds / PEAK
+    assert "share of the peak" in str(report) and "tokens/s" in str(report)
     assert "predicted" not in str(report)
-    engine_of(model).log.predicted = 2 * last.seconds / last.steps
+    engine_of(model).log.predicted = 2 / last.per_second("steps")
     assert ": 0.50 times" in str(model.report())
 
 
 @pytest.mark.cores(1)
-def test_on_a_cpu_there_is_no_share_and_nothing_is_counted(cores, monkeypatch):
+def test_on_a_cpu_nothing_is_counted(cores, monkeypatch):
     monkeypatch.setattr(operations, "operations_in", lambda *_: pytest.fail("it was counted"))
     model, x, y = text_model()
     model.fit(x, y, batch_size=16, epochs=2, verbose=0)
@@ -130,7 +145,7 @@ def test_on_a_cpu_there_is_no_share_and_nothing_is_counted(cores, monkeypatch):
 
 
 @pytest.mark.cores(1)
-def test_pictures_and_masks_are_no_tokens(cores):
+def test_images_and_masks_arent_tokens(cores):
     model = tpufit.Model(nn.Linear(12, 2))
     model.compile("sgd", "mse")
     model.fit(torch.zeros(32, 12), torch.zeros(32, 2), batch_size=16, verbose=0)
@@ -143,7 +158,7 @@ def test_nothing_is_known_before_the_first_fit():
 
 
 @pytest.mark.cores(1)
-def test_the_bar_and_tensorboard_show_them(cores, peak, tmp_path, capsys, monkeypatch):
+def test_the_bar_and_tensorboard_show_speeds(cores, peak, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tpufit.Model, "memory_used", 1 << 20)
     model, x, y = text_model()
     model.fit(x, y, batch_size=16, epochs=2, verbose=2, callbacks=[TensorBoard(tmp_path, write_graph=False)])
@@ -158,16 +173,16 @@ def test_the_bar_and_tensorboard_show_them(cores, peak, tmp_path, capsys, monkey
 
 
 @pytest.mark.cores(1)
-def test_the_peak_is_that_of_the_chips_of_this_host(cores, monkeypatch):
+def test_the_peak_is_of_this_hosts_chips(cores, monkeypatch):
     here = tpufit.runtime.start(cores, "the test")
-    assert placement.placement_on(here).peak is None
-    for chip, each in (("0x0063", 197e12), ("0x006f", 918e12), ("0x0027", None), ("0x0076", None)):
+    assert tpufit.runtime.placement_on(here).peak is None
+    for chip, each in (("0x0063", 197e12), ("0x006f", 918e12), ("0x0027", None), ("0x0076", 1153.5e12)):
         monkeypatch.setattr(placement, "platform", lambda: "TPU")
         monkeypatch.setattr(hardware, "chips", lambda chip=chip: [hardware.CHIPS[chip]])
-        assert placement.CorePlacement(here).peak == each
+        assert tpufit.runtime.placement_on(here).peak == each
 
 
-def test_a_kernel_counts_what_it_says_on_each_core():
+def test_a_kernels_declared_work_is_counted():
     name = "a/kernels[k=10/64/5/0;l=7/64/5/0]/l_1"
     call = f'custom-call(%q), custom_call_target="tpu_custom_call", metadata={{op_name="{name}"}}'
     assert operations.operations_in(call) == 7 and operations.operations_in(call, cores=8) == 56

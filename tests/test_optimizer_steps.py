@@ -1,23 +1,31 @@
-"""Every optimizer of PyTorch's takes the steps that it takes on the host, with another rate at each, in one graph."""
+"""Every PyTorch optimizer takes the same steps as on the host, with a new rate at each step, in one graph."""
 
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from plain_steps import plain_steps
 from torch import nn, optim
 from torch.nn import functional as F
 
 import tpufit
 from tpufit import runtime
-from tpufit.callbacks import Callback
+from tpufit.callbacks import Callback, LRScheduler, ModelCheckpoint
+from tpufit.errors import ArgumentError
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600, quick=False)
 
-X = np.random.default_rng(0).normal(size=(30 * 16 - 3, 6)).astype("float32")  # 30 batches, the last one of 13 rows
+X = np.random.default_rng(0).normal(size=(30 * 16 - 3, 6)).astype("float32")  # 30 batches, the last of 13 rows
 Y = (X.sum(1) > 0).astype("int64")
 
-# The rate is an input of the graph of all of these: a new one at every step compiles, traces and reads nothing.
+
+def batches_of(rows=None):
+    """Return the first rows, or all, as batches of 16."""
+    return zip(torch.tensor(X[:rows]).split(16), torch.tensor(Y[:rows]).split(16), strict=True)
+
+
+# The rate is an input of the graph for these optimizers: a new rate compiles, traces and reads nothing.
 RATE_IS_AN_INPUT = {
     "sgd": optim.SGD,
     "sgd momentum": partial(optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
@@ -37,14 +45,14 @@ RATE_IS_AN_INPUT = {
     "adadelta": optim.Adadelta,
 }
 
-# These read a value in their step, or keep it in Python, and so are traced at every call. They are right all the same.
+# These optimizers read a value in their step, or keep it in Python, so they are traced at every call, and correct.
 TRACED = {
     "adafactor": (optim.Adafactor, "reads a value from the device"),
 }
 
 
 class Signs(optim.Optimizer):
-    """Somebody's own optimizer, which makes its state in its first step."""
+    """A custom optimizer, which creates its state in its first step."""
 
     def __init__(self, params, lr=1e-3):
         super().__init__(params, {"lr": lr})
@@ -110,7 +118,7 @@ def with_tpufit(make, cores, **compiling):
         for name in RATE_IS_AN_INPUT
     ],
 )
-def test_30_steps_with_another_rate_at_each(cores, name):
+def test_30_steps_with_a_new_rate_each(cores, name):
     make = RATE_IS_AN_INPUT[name]
     model, counts = with_tpufit(make, cores, jit_compile=True)
     weights, optimizer = on_the_host(make)
@@ -118,14 +126,14 @@ def test_30_steps_with_another_rate_at_each(cores, name):
         torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
     counted = [state["step"] for state in optimizer.state.values() if "step" in state]
     assert [float(state["step"]) for state in model.optimizer.state.values() if "step" in state] == counted
-    # A whole batch and the last; one more where the first step makes state that only the second one has.
+    # A whole batch and the last; one more if the first step creates state that only the second step has.
     assert counts.graphs["train"] <= (3 if name in ("sgd dampening", "somebody's own") else 2)
     assert counts.host_reads == 0 and not counts.fallbacks
 
 
 @pytest.mark.soak_on(8)
 @pytest.mark.parametrize("name", TRACED)
-def test_the_others_are_traced_and_say_why(cores, name):
+def test_other_optimizers_are_traced_and_say_why(cores, name):
     make, cause = TRACED[name]
 
     with pytest.warns(UserWarning, match=f"the train step is traced anew on every call.*{cause}"):
@@ -137,7 +145,7 @@ def test_the_others_are_traced_and_say_why(cores, name):
 @pytest.mark.soak_on(8)
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="of PyTorch 2.9")
 def test_muon_is_replayed(cores):
-    def matrices(parameters):  # all that it takes
+    def matrices(parameters):  # all that it accepts
         return optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-3)
 
     model, counts = with_tpufit(matrices, cores, jit_compile=True)
@@ -158,7 +166,7 @@ class MuonAndAdamW(tpufit.Model):
 
 
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="of PyTorch 2.9")
-def test_muon_beside_an_optimizer_of_the_rest(cores):
+def test_muon_with_an_optimizer_for_other_weights(cores):
     def both(module):
         named = [*module.named_parameters()]
         muon = optim.Muon([p for _, p in named if p.dim() == 2], lr=1e-3)
@@ -169,7 +177,7 @@ def test_muon_beside_an_optimizer_of_the_rest(cores):
     model.compile(muon, "cross_entropy", scale_lr=None, jit_compile=True)
     model.fit(X, Y, 16 // cores, 1, verbose=0, shuffle=False, cores=cores)
     optimizers = both(plain)
-    for x, y in zip(torch.tensor(X).split(16), torch.tensor(Y).split(16), strict=True):
+    for x, y in batches_of():
         plain.zero_grad()
         F.cross_entropy(plain(x), y).backward()
         for optimizer in optimizers:
@@ -186,7 +194,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("name", "option", "change"), OPTIONS, ids=[option for _, option, _ in OPTIONS])
-def test_another_option_is_another_graph_counted_and_right(cores, name, option, change):
+def test_another_option_is_another_graph(cores, name, option, change):
     class Once(Callback):
         reads_weights = False
 
@@ -218,7 +226,7 @@ def test_another_option_is_another_graph_counted_and_right(cores, name, option, 
         torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
 
 
-def test_an_option_that_keeps_changing_is_said(cores):
+def test_an_option_that_keeps_changing_is_reported(cores):
     class Always(Callback):
         def on_train_batch_begin(self, batch, logs=None):
             self.model.optimizer.param_groups[0]["momentum"] *= 0.99
@@ -273,7 +281,7 @@ def steps_by_hand(kind, make, cores, **compiling):
     [name if name in ("sgd", "adamw") else pytest.param(name, marks=pytest.mark.soak) for name in RATE_IS_AN_INPUT],
 )
 @pytest.mark.parametrize("kind", [ClearedBefore, ClearedByTheModule, ClearedAfter])
-def test_a_step_written_by_hand_is_the_graph_of_apply_gradients(cores, kind, name):
+def test_a_manual_step_has_the_graph_of_apply_gradients(cores, kind, name):
     make = RATE_IS_AN_INPUT[name]
     losses, weights, _ = steps_by_hand(tpufit.Model, make, cores)
     own_losses, own_weights, counts = steps_by_hand(kind, make, cores)
@@ -284,7 +292,7 @@ def test_a_step_written_by_hand_is_the_graph_of_apply_gradients(cores, kind, nam
 @pytest.mark.parametrize(
     "options", [{"accumulate_steps": 2}, {"clip_norm": 0.01}, {"use_ema": True}], ids=["accumulated", "clipped", "ema"]
 )
-def test_a_step_written_by_hand_keeps_what_compile_asks_for(cores, options):
+def test_a_manual_step_keeps_compiles_options(cores, options):
     losses, weights, _ = steps_by_hand(tpufit.Model, optim.AdamW, cores, **options)
     own_losses, own_weights, _ = steps_by_hand(ClearedBefore, optim.AdamW, cores, **options)
     assert own_losses == losses and all(torch.equal(weights[key], own_weights[key]) for key in weights)
@@ -299,16 +307,13 @@ def test_gradients_of_weights_that_no_optimizer_has_are_dropped(cores):
     model.fit(X[:128], Y[:128], 16 // cores, 1, verbose=0, shuffle=False, cores=cores)
     assert not any(parameter.grad is not None for parameter in model.module.parameters())
     optimizer = make(plain.parameters())
-    for x, y in zip(torch.tensor(X[:128]).split(16), torch.tensor(Y[:128]).split(16), strict=True):
-        optimizer.zero_grad()
-        F.cross_entropy(plain(x), y).backward()
-        optimizer.step()
+    plain_steps(plain, optimizer, F.cross_entropy, batches_of(128))
     for key, expected in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
 
 
 def test_gradients_summed_over_steps_by_hand_are_kept(cores):
-    """The step's Python counts, so it is traced; what the optimizer has not used yet must not be dropped."""
+    """The step's Python counts, so it is traced; gradients that the optimizer hasn't used must be kept."""
 
     class EverySecond(tpufit.Model):
         def train_step(self, batch):
@@ -325,10 +330,10 @@ def test_gradients_summed_over_steps_by_hand_are_kept(cores):
     model, plain = EverySecond(net()), net()
     model.batches = 0
     model.compile(partial(optim.SGD, lr=0.1), "cross_entropy", scale_lr=None)
-    with pytest.warns(UserWarning, match="it leaves gradients to the next one.*accumulate_steps"):
+    with pytest.warns(UserWarning, match="it leaves gradients to the next step.*accumulate_steps"):
         model.fit(X[:128], Y[:128], 16 // cores, 1, verbose=0, shuffle=False, cores=cores)
     optimizer = optim.SGD(plain.parameters(), 0.1)
-    for i, (x, y) in enumerate(zip(torch.tensor(X[:128]).split(16), torch.tensor(Y[:128]).split(16), strict=True)):
+    for i, (x, y) in enumerate(batches_of(128)):
         if i % 2 == 0:
             optimizer.zero_grad()
         F.cross_entropy(plain(x), y).backward()
@@ -365,7 +370,7 @@ def test_an_optimizer_that_needs_its_closure_calls_it(cores):
 
 
 class Lookahead(optim.Optimizer):
-    """Moves the weights back to a slow average at every third step, which its Python counts where `place` says."""
+    """Moves the weights back to a slow average in every third step, counted in Python where `place` says."""
 
     def __init__(self, params, place):
         super().__init__(params, {"lr": 0.1})
@@ -399,3 +404,189 @@ def test_an_optimizer_that_decides_by_a_count_is_traced(cores, place):
     with pytest.warns(UserWarning, match="traced anew on every call.*steps"):
         replayed = losses()
     assert replayed == pytest.approx(losses(run_eagerly=True))
+
+
+class SAM(optim.Optimizer):
+    """Sharpness-aware minimization in its common form: an inner optimizer takes the step."""
+
+    def __init__(self, params, base, rho=0.05, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def _having(self):
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self):
+        norm = torch.stack([p.grad.norm() for p in self._having()]).norm()
+        for p in self._having():
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad * self.param_groups[0]["rho"] / (norm + 1e-12))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self._having():
+            p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    def step(self, closure):
+        self.first_step()
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+
+class TwoPasses(tpufit.Model):
+    with_closure = False
+
+    def train_step(self, batch):
+        x, y = batch
+
+        def closure():
+            loss = F.cross_entropy(self(x), y)
+            loss.backward()
+            return loss
+
+        self.optimizer.zero_grad()
+        loss = closure()
+        if self.with_closure:
+            self.optimizer.step(closure)
+        else:
+            self.optimizer.first_step()
+            closure()
+            self.optimizer.second_step()
+        return {"loss": loss}
+
+
+BASES = {"sgd": partial(SAM, base=optim.SGD, lr=0.05, momentum=0.9), "adam": partial(SAM, base=optim.Adam, lr=0.01)}
+
+
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        ("sgd", {"with_closure": True}),
+        ("adam", {}),
+        ("adam", {"steps_per_execution": 3}),
+        ("sgd", {"accumulate_steps": 2}),
+        ("sgd", {"run_eagerly": True, "accumulate_steps": 2}),
+    ],
+    ids=["closure", "alone", "joined", "accumulated", "eagerly"],
+)
+def test_an_inner_optimizer(cores, base, options):
+    options = dict(options)
+    x, y, plain = torch.tensor(X[: 12 * 16]), torch.tensor(Y[: 12 * 16]), net()
+    model = TwoPasses(net())
+    model.with_closure = options.pop("with_closure", False)
+    every = options.get("accumulate_steps", 1)
+    model.compile(BASES[base], scale_lr=None, **options)
+    model.fit(x, y, 16 // cores, 1, verbose=0, shuffle=False, cores=cores)
+    assert model.report().traced.get("train", "") == ""
+    optimizer = BASES[base](plain.parameters())
+    for rows, labels in zip(x.split(16 * every), y.split(16 * every), strict=True):
+        gradients = []
+        for part in zip(rows.split(16), labels.split(16), strict=True):  # each batch has its worst point nearby
+            F.cross_entropy(plain(part[0]), part[1]).backward()
+            optimizer.first_step()
+            F.cross_entropy(plain(part[0]), part[1]).backward()
+            gradients.append([p.grad for p in plain.parameters()])
+            for p in plain.parameters():
+                p.data, p.grad = optimizer.state[p]["old_p"], None
+        for p, *each in zip(plain.parameters(), *gradients, strict=True):
+            p.grad = torch.stack(each).mean(0)
+        optimizer.second_step()
+    for key, expected in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
+
+
+def test_an_inner_optimizer_is_in_checkpoints(cores, tmp_path):
+    fit = {"x": X[:192], "y": Y[:192], "batch_size": 16 // cores, "cores": cores, "verbose": 0}
+
+    def made():
+        model = TwoPasses(net())
+        model.compile(BASES["adam"], use_ema=True)
+        return model
+
+    expected, model = made(), made()
+    expected.fit(**fit, epochs=3)
+    made().fit(**fit, epochs=2, callbacks=[ModelCheckpoint(tmp_path)])
+    model.fit(**fit, epochs=3, callbacks=[ModelCheckpoint(tmp_path)], resume=True)
+    assert all(map(torch.equal, expected.state_dict().values(), model.state_dict().values()))
+    step = model.optimizer.base_optimizer.state[model.module[0].weight]["step"]
+    assert float(step) == 36 and model.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * cores)
+
+
+class Around(optim.Optimizer):
+    """Wraps two optimizers with their own groups. They update all parameters except the last `aside`."""
+
+    def __init__(self, params, lr=None, aside=0):
+        params = list(params)
+        super().__init__(params, {"rho": 0.05} if lr is None else {"lr": lr})
+        self.inside = [optim.SGD(params[:1], 0.01), optim.Adam(params[1 : len(params) - aside], 0.02)]
+        self.alone = params[len(params) - aside :]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for optimizer in self.inside:
+            optimizer.step()
+        for p in self.alone:
+            p.sub_(p.grad * self.param_groups[0]["lr"])
+
+    def rates(self):
+        return [group["lr"] for one in (self, *self.inside) for group in one.param_groups if "lr" in group]
+
+
+AROUND = {
+    "without a rate": (Around, [0.01, 0.02], [True, True]),
+    "with a rate that doesn't count": (partial(Around, lr=1.0), [1.0, 0.01, 0.02], [False, True, True]),
+    "with parameters of its own": (partial(Around, lr=0.1, aside=1), [0.1, 0.01, 0.02], [True, True, True]),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_rates_of_inner_optimizers_are_scaled_with_cores(cores, name, tmp_path):
+    make, rates, scaled = AROUND[name]
+    model, plain = tpufit.Model(net()), net()
+    model.compile(make, "cross_entropy")
+    fit = {"batch_size": 16 // cores, "verbose": 0, "shuffle": False, "cores": cores}
+    model.fit(X[:96], Y[:96], **fit)
+    assert model.optimizer.rates() == [
+        pytest.approx(rate * (cores if grows else 1)) for rate, grows in zip(rates, scaled, strict=True)
+    ]
+    optimizer = make(plain.parameters())
+    for one in (optimizer, *optimizer.inside):
+        for group in one.param_groups:
+            if "lr" in group and (one is not optimizer or scaled[0]):
+                group["lr"] *= cores
+    plain_steps(plain, optimizer, F.cross_entropy, batches_of(96))
+    for key, expected in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
+    first = next(rate for rate, grows in zip(rates, scaled, strict=True) if grows) * cores
+    assert model.learning_rate == model.optimizer.learning_rate == pytest.approx(first)
+    before = model.optimizer.rates()
+    model.learning_rate = first / 2
+    assert model.optimizer.rates() == [
+        pytest.approx(rate / 2 if grows else rate) for rate, grows in zip(before, scaled, strict=True)
+    ]
+    model.fit(X[:96], Y[:96], **fit, epochs=2, callbacks=[LRScheduler("linear"), ModelCheckpoint(tmp_path)])
+    assert model.learning_rate == pytest.approx(first / 2 / 12) and model.report().traced.get("train", "") == ""
+
+
+def test_an_optimizer_without_a_learning_rate_is_reported():
+    class Nameless(optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"rate": 0.1})
+
+    with pytest.raises(ArgumentError, match=r"no 'lr', only \['rate'\]: name the learning rate 'lr'"):
+        tpufit.Model(net()).compile(Nameless, "mse")
+
+
+def test_an_optimizer_that_computes_its_rate_itself_is_refused():
+    def relative(parameters):
+        optimizer = optim.SGD(parameters, 0.1)
+        optimizer.param_groups[0]["lr"] = None
+        return optimizer
+
+    with pytest.raises(ArgumentError, match=r"SGD has lr=None and computes its rate itself.*relative_step=False"):
+        tpufit.Model(net()).compile(relative, "mse")

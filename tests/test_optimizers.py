@@ -1,4 +1,4 @@
-"""Optimizers: every form is PyTorch's own, and so is its state, made before the first step."""
+"""Optimizers: every form equals PyTorch's, including state that is created before the first step."""
 
 import copy
 from functools import partial
@@ -49,10 +49,17 @@ def test_an_instance_is_kept():
         (lambda module: torch.optim.LBFGS(module.parameters()), "can't run inside one XLA graph"),
     ],
 )
-def test_what_is_no_optimizer(form, message):
+def test_an_invalid_optimizer(form, message):
     module = net()
     with pytest.raises(ArgumentError, match=message):
         optimizers.build(form(module), module)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="of PyTorch 2.9")
+def test_muon_by_name_takes_only_matrices():
+    with pytest.raises(ArgumentError, match=r"2 other parameters, e.g. one of shape \(8,\). Pass timm.optim.Muon"):
+        optimizers.build("muon", net())
+    optimizers.build("muon", nn.Linear(4, 2, bias=False))
 
 
 def test_unknown_name():
@@ -61,7 +68,7 @@ def test_unknown_name():
 
 
 FORMS = [
-    *(value for name, value in optimizers.NAMES.items() if name != "muon"),  # Muon takes matrices only
+    *(value for name, value in optimizers.NAMES.items() if name != "muon"),  # Muon takes only matrices
     partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1),
     partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
     partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
@@ -80,19 +87,19 @@ def test_state_made_beforehand_changes_nothing(form):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: str(getattr(form, "__name__", form))[:60])
-def test_no_state_is_left_to_be_made_in_the_first_step(form):
+def test_all_state_exists_before_the_first_step(form):
     module = net()
     optimizer = form(module.parameters())
     optimizers.create_state(optimizer)
     before = {id(p): sorted(s) for p, s in copy.copy(optimizer.state).items()}
     train(module, optimizer, 1)
     if getattr(form, "keywords", {}).get("dampening"):
-        return  # the one whose first step differs from the others: its buffer is the first gradient, undampened
+        return  # the only optimizer whose first step differs: its buffer is the first gradient, undampened
     made = {id(p): sorted(k for k, v in s.items() if v is not None) for p, s in optimizer.state.items()}
     assert {k: v for k, v in made.items() if v} == {k: v for k, v in before.items() if v}
 
 
-def test_state_that_is_there_stays():
+def test_existing_state_is_kept():
     module = net()
     optimizer = torch.optim.Adam(module.parameters())
     train(module, optimizer, 2)
@@ -111,9 +118,9 @@ def test_rates_are_scaled_once():
     assert optimizers.rates(optimizer) == pytest.approx([0.8, 0.08])
 
 
-# Those that compute with the rate on any device; the others insist on one that can capture.
+# These compute with a tensor rate on any device; the others insist on a device that supports capture.
 @pytest.mark.parametrize("form", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta])
-def test_a_rate_in_a_tensor_gives_what_the_number_gives(form, monkeypatch):
+def test_a_tensor_rate_equals_a_number(form, monkeypatch):
     # The CPU can't count in a graph.
     monkeypatch.setattr("tpufit.optimizers.device_rates.keeps_count", lambda optimizer: False)
     ours, theirs = net(), net()

@@ -1,4 +1,4 @@
-"""Weight decay for some parameters only, rates by depth, and parameters that learn later: as plain PyTorch has them."""
+"""Weight decay for some parameters, rates by depth, and parameters that learn later, as in plain PyTorch."""
 
 from functools import partial
 
@@ -129,7 +129,7 @@ def test_a_saved_model_has_its_groups(cores, tmp_path):
 
 
 def test_an_optimizer_of_some_parameters_is_replayed(cores):
-    """Nothing clears the gradients of the others, in plain PyTorch either."""
+    """Plain PyTorch doesn't clear the gradients of the others either."""
     model = tpufit.Model(Net())
     model.compile(ADAMW(model.module.head.parameters()), "cross_entropy", scale_lr=None, jit_compile=True)
     fit(model, cores)
@@ -152,11 +152,11 @@ def test_layers_learn_later_by_a_callback(cores, options):
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_layers_are_frozen_between_fits_without_another_compile(cores, name):
+def test_layers_are_frozen_between_fits(cores, name):
     model = made({"sgd": partial(optim.SGD, lr=0.1, momentum=0.9), "adamw": ADAMW}[name])
     fit(model, cores, 1)
     net = model.module
-    # Adam counts the steps of those that were frozen apart from then on: the first time that is another graph.
+    # After a freeze, Adam counts the steps of the frozen parameters separately. The first time, this is a new graph.
     for frozen, compiles in ((True, True), (False, name == "adamw"), (True, False), (False, False)):
         net.embed.requires_grad_(not frozen)
         before = model.state_dict()["embed.weight"]
@@ -166,8 +166,8 @@ def test_layers_are_frozen_between_fits_without_another_compile(cores, name):
 
 
 @pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"use_ema": True}], ids=["accumulated", "ema"])
-def test_layers_that_never_learnt_begin_to(cores, options):
-    """Their gradients are summed, and their averages kept, from then on."""
+def test_layers_that_never_learnt_start_to_learn(cores, options):
+    """From then on their gradients are summed, and their averages kept."""
     model = tpufit.Model(Net())
     model.module.embed.requires_grad_(False)
     model.compile(partial(optim.SGD, lr=0.1), "cross_entropy", scale_lr=None, **options)
@@ -197,11 +197,11 @@ def test_wrong_arguments(options, message):
         made(**options)
 
 
-def test_what_has_no_blocks_or_is_built_already():
+def test_groups_without_blocks_or_already_built():
     net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
-    with pytest.raises(ArgumentError, match="layer_decay goes by the blocks that Sequential repeats"):
+    with pytest.raises(ArgumentError, match="layer_decay looks for blocks that Sequential repeats"):
         tpufit.Model(net).compile("adamw", "cross_entropy", layer_decay=0.5)
-    with pytest.raises(ArgumentError, match="this one has its own: pass a function"):
+    with pytest.raises(ArgumentError, match="this one has groups already: pass a function"):
         tpufit.Model(net).compile(optim.AdamW(net.parameters()), "cross_entropy", exclude_from_weight_decay=True)
 
 
@@ -218,13 +218,13 @@ def test_wrong_arguments_of_freeze(make, message):
         make()
 
 
-def test_freeze_names_what_there_is(cores):
+def test_freeze_lists_the_existing_names(cores):
     with pytest.raises(CallbackError, match="Net has no parameter of 'encoder'; it has embed.weight"):
         fit(made(), cores, callbacks=[Freeze("encoder")])
 
 
 @pytest.mark.parametrize("replace", [False, True], ids=["appended", "replaced"])
-def test_a_layer_that_came_after_compile_is_in_no_optimizer(cores, replace):
+def test_a_layer_added_after_compile_isnt_in_the_optimizer(cores, replace):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 2))
     model = tpufit.Model(net)
@@ -234,15 +234,15 @@ def test_a_layer_that_came_after_compile_is_in_no_optimizer(cores, replace):
         net[0] = nn.Linear(6, 5)
     else:
         net.append(nn.Linear(2, 5))
-    labels = Y * 4  # of five classes, where there were two
+    labels = Y * 4  # of five classes, instead of two
     assert model.predict(X, verbose=0).shape == (64, 5) and len(model.evaluate(X, labels, verbose=0)) == 2
     last = net[-1]
     for method in (model.fit, model.train_on_batch, model.lr_find):
         with pytest.raises(
-            ArgumentError, match="weight, .*bias came into the module after compile, and no optimizer has"
+            ArgumentError, match="weight, .*bias were added to the module after compile, and no optimizer has"
         ):
             method(X, labels)
-    if not replace:  # else nothing is left to learn
+    if not replace:  # otherwise nothing would learn
         last.requires_grad_(False)
         model.fit(X, labels, verbose=0)
         last.requires_grad_(True)
@@ -253,4 +253,4 @@ def test_a_layer_that_came_after_compile_is_in_no_optimizer(cores, replace):
     with pytest.raises(LabelError, match="label 8 is outside the module's 5 classes"):
         model.fit(X, Y * 8, verbose=0)
     del net[1:]
-    model.fit(X, Y, verbose=0)  # what the optimizer has besides does no harm
+    model.fit(X, Y, verbose=0)  # further parameters in the optimizer do no harm

@@ -1,4 +1,4 @@
-"""Pictures: which lines there are, and what is said where matplotlib is missing."""
+"""Plots: their lines, and the error without matplotlib."""
 
 import sys
 
@@ -28,7 +28,7 @@ def history_of(*epochs):
     return history
 
 
-def test_a_picture_for_each_metric_with_validation_beside_training(tmp_path):
+def test_a_plot_for_each_metric_with_validation(tmp_path):
     rare = {"loss": 0.4, "accuracy": 0.8, "val_loss": 0.5, "val_accuracy": 0.7}
     figure = history_of({"loss": 0.5, "accuracy": 0.6}, rare, {"loss": 0.3, "accuracy": 0.9}, rare).plot()
     assert [ax.get_title() for ax in figure.axes] == ["loss", "accuracy"]
@@ -40,7 +40,7 @@ def test_a_picture_for_each_metric_with_validation_beside_training(tmp_path):
     assert (tmp_path / "history.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_logs_with_more_than_a_number_are_left_out():
+def test_logs_that_are_arrays_are_omitted():
     figure = history_of({"loss": 0.5, "recall": np.zeros(3), "val_only": 1.0}).plot()
     assert [ax.get_title() for ax in figure.axes] == ["loss", "only"]
     with pytest.raises(ArgumentError, match="no logs to draw"):
@@ -57,7 +57,7 @@ def test_a_confusion_matrix_of_torchmetrics():
     np.testing.assert_allclose(axes.images[0].get_array(), [[0.5, 0.5, 0], [0, 0.5, 0.5], [0, 0, 1]])
 
 
-def test_shares_have_decimals_and_a_class_without_rows_is_blank():
+def test_shares_have_decimals_and_empty_classes_are_blank():
     axes = plots.confusion_matrix(np.array([[0.25, 0.75], [0.0, 0.0]])).axes[0]
     assert [text.get_text() for text in axes.texts] == ["0.25", "0.75", "0.00", "0.00"]
     assert axes.images[0].get_array()[1].tolist() == [0, 0]
@@ -72,7 +72,7 @@ def test_many_classes_have_no_numbers_in_their_cells():
     [
         (np.zeros((3, 2, 2)), None, r"shape \(classes, classes\), got \(3, 2, 2\)"),
         (np.zeros((2, 3)), None, r"got \(2, 3\)"),
-        (np.zeros((2, 2)), ["a"], "labels must be 2, one a class, got 1"),
+        (np.zeros((2, 2)), ["a"], "labels must be 2, one per class, got 1"),
     ],
 )
 def test_wrong_arguments(matrix, labels, message):
@@ -80,7 +80,7 @@ def test_wrong_arguments(matrix, labels, message):
         plots.confusion_matrix(matrix, labels)
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+def test_without_matplotlib_the_error_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (history_of({"loss": 0.5}).plot, lambda: plots.confusion_matrix(np.eye(2))):
         with pytest.raises(ImportError, match=r"pip install 'tpufit\[plot\]'"):

@@ -1,4 +1,4 @@
-"""A host of a pod that dies or hangs ends the others with a sentence, and a restart goes on to the bit."""
+"""If a host of a pod dies or hangs, the others end with an error, and a restart resumes bit for bit."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def steps_of(folder, host):
     return int(text or 0)
 
 
-def wait_until(condition, seconds=180):
+def wait_until(condition, seconds=600):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -43,7 +43,7 @@ def wait_until(condition, seconds=180):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """What a training that nobody disturbs comes to."""
+    """Return the results of an undisturbed training."""
     folder = tmp_path_factory.mktemp("whole")
     ended = Pod(1, 4, folder).run(TRAIN)
     assert ended[0].code == 0, said(ended)
@@ -61,7 +61,7 @@ def whole(tmp_path_factory):
         pytest.param(0, "SIGKILL", "fail", marks=pytest.mark.soak),
     ],
 )
-def test_a_host_that_is_gone_ends_the_other_and_a_restart_goes_on(tmp_path, whole, host, name, others):
+def test_a_dead_host_ends_the_others_and_a_restart_resumes(tmp_path, whole, host, name, others):
     pod = Pod(2, 2, tmp_path, env=SLOW | ({"POD_FAILS": "1"} if others == "fail" else {}))
     with pod.started(TRAIN) as processes:
         wait_until(lambda: steps_of(tmp_path, host) >= 7)
@@ -82,43 +82,47 @@ def test_a_host_that_is_gone_ends_the_other_and_a_restart_goes_on(tmp_path, whol
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(5))
-def test_killed_at_four_random_moments(tmp_path, whole, seed):
+@pytest.mark.parametrize("hosts", [2, pytest.param(4, marks=pytest.mark.runtime("torch_tpu"))])
+def test_killed_at_four_random_moments(tmp_path, whole, hosts, seed):
     draw = random.Random(seed)
     for moment in sorted(draw.sample(range(1, whole[0]), 4)):
-        for host in (0, 1):
+        for host in range(hosts):
             (tmp_path / f"steps{host}").unlink(missing_ok=True)
-        pod, host = Pod(2, 2, tmp_path, env=SLOW | {"PAUSE": "0.02"}), draw.randrange(2)
+        pod, host = Pod(hosts, 4 // hosts, tmp_path, env=SLOW | {"PAUSE": "0.02"}), draw.randrange(hosts)
         with pod.started(TRAIN) as processes:
-            # A training that the kill before came too late for is at its end, and takes no step any more.
+            # If the previous kill came too late, the training is complete, and takes no more steps.
             wait_until(lambda at=moment, first=processes[0]: steps_of(tmp_path, 0) >= at or first.poll() == 0)
             time.sleep(draw.random() * 0.1)
             processes[host].kill()
-            pod.ended([processes[1 - host]], timeout=60)
-        assert processes[1 - host].returncode in (0, 1, 75)  # 0: it was at the end
-    ended = Pod(2, 2, tmp_path).run(TRAIN)
-    assert [one.code for one in ended] == [0, 0], said(ended)
-    assert [json.loads((tmp_path / f"end{one}.json").read_text()) for one in (0, 1)] == [whole, whole]
+            others = [process for process in processes if process is not processes[host]]
+            pod.ended(others, timeout=60)
+        assert all(process.returncode in (0, 1, 75) for process in others)  # 0: it was complete
+    ended = Pod(hosts, 4 // hosts, tmp_path).run(TRAIN)
+    assert [one.code for one in ended] == [0] * hosts, said(ended)
+    assert [json.loads((tmp_path / f"end{one}.json").read_text()) for one in range(hosts)] == [whole] * hosts
 
 
 @pytest.mark.soak
-def test_a_restart_with_one_host_fewer(tmp_path):
-    pod = Pod(2, 2, tmp_path, env=SLOW)
+@pytest.mark.parametrize("hosts", [2, pytest.param(4, marks=pytest.mark.runtime("torch_tpu"))])
+def test_a_restart_with_half_of_the_hosts(tmp_path, hosts):
+    pod = Pod(hosts, 4 // hosts, tmp_path, env=SLOW)
     with pod.started(TRAIN) as processes:
         wait_until(lambda: steps_of(tmp_path, 1) >= 7)
         processes[1].kill()
-        pod.ended(processes[:1], timeout=60)
-    ended = Pod(1, 2, tmp_path).run(TRAIN)
-    assert ended[0].code == 0, said(ended)
-    assert "going on from step 6 is not bit-exact: cores: 4 -> 2" in ended[0].err
+        pod.ended([processes[0], *processes[2:]], timeout=60)
+    assert "process 1 " in (tmp_path / "err0").read_text()
+    ended = Pod(hosts // 2, 4 // hosts, tmp_path).run(TRAIN)
+    assert all(one.code == 0 for one in ended), said(ended)
+    assert "resuming from step 6 is not bit-exact: cores: 4 -> 2" in ended[0].err
 
 
 @pytest.mark.soak
-def test_a_host_that_lives_but_does_not_come_is_named(tmp_path):
+def test_a_host_that_hangs_is_named(tmp_path):
     code = """
     fit(None, At(4, lambda model: time.sleep(1000 * me)))
     """
     ended = Pod(2, 2, tmp_path, env={"TPUFIT_HOST_TIMEOUT": "3"}).run(COMMON + textwrap.dedent(code))
     assert [host.code for host in ended] == [1, 75], said(ended)
-    assert "don't answer: process 0: train of epoch 1, batch 4, where it waits for the others, process" in ended[0].err
+    assert "don't answer: process 0: train of epoch 1, batch 4, waiting for the others, process" in ended[0].err
     assert "process 1: train of epoch 1, batch 4. Start" in ended[0].err
     assert "tpufit: process 0 has ended with HostError" in ended[1].err

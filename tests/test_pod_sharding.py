@@ -1,4 +1,4 @@
-"""On a pod the parts of a split weight are on several hosts, and none of them holds a whole training."""
+"""On a pod the parts of a split weight are on several hosts, and no host has the whole state."""
 
 import json
 from functools import cache
@@ -100,7 +100,7 @@ def test_a_pod_with_split_weights_is_equal_to_one_host(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_process_0_saves_what_no_host_holds(shape):
+def test_process_0_saves_the_whole_state(shape):
     hosts, cores, interleaved = shape
     one_folder, _ = results(1, hosts * cores)
     folder, told = results(hosts, cores, interleaved)

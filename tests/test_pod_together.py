@@ -1,4 +1,4 @@
-"""The hosts of a pod decide together, compare what must be alike, and write once."""
+"""The hosts of a pod decide together, compare what must be equal, and write once."""
 
 import json
 import signal
@@ -73,7 +73,7 @@ def said(ended):
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """What each host says after some fits that end early, or begin with differences."""
+    """Return the output of each host after fits that end early, or begin with differences."""
     code = """
     import warnings
     told = {}
@@ -155,35 +155,35 @@ def together(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["stop", "nan", "time"])
-def test_what_ends_one_host_ends_all_after_the_same_step(together, name):
+def test_all_hosts_end_after_the_same_step(together, name):
     (first, second), _, _ = together
     assert first[name] == second[name]
     assert name != "stop" or first[name] == 5
 
 
-def test_other_weights_and_seeds_are_those_of_process_0(together):
+def test_all_hosts_use_process_0s_weights_and_seeds(together):
     (first, second), _, _ = together
     assert first["weights"] == second["weights"]
     for host in (first, second):
-        assert any("the hosts had different seeds, and all have process 0's now" in text for text in host["warned"])
-        assert any("2 tensors differed between the hosts, and all have process 0's" in text for text in host["warned"])
+        assert any("the hosts had different seeds, and all use process 0's now" in text for text in host["warned"])
+        assert any("2 tensors differed between the hosts, and all use process 0's" in text for text in host["warned"])
 
 
-def test_differences_are_told_before_the_first_step(together):
+def test_differences_are_reported_before_the_first_step(together):
     (first, second), _, _ = together
     assert first["batch_size"] == second["batch_size"]
     assert "process 0 and process 1 must do the same, but these differ: batches: " in first["batch_size"]
     assert "these differ: the code of the step" in first["code"] == second["code"]
 
 
-def test_data_of_another_length_are_an_error_on_each_host(together):
+def test_data_of_different_lengths_are_an_error_on_each_host(together):
     _, ended, _ = together
     for host, left in zip(ended, (0, 1), strict=True):
         assert host.code == 1
         assert f"after 2 batches of this pass (train of epoch 1) this host has {left} more" in host.err
 
 
-def test_process_0_alone_writes(together):
+def test_only_process_0_writes(together):
     _, ended, folder = together
     assert "Epoch 3/3" in ended[0].out and "Epoch" not in ended[1].out
     assert [line.split(",")[0] for line in (folder / "log.csv").read_text().splitlines()] == ["epoch", "0", "1", "2"]
@@ -198,7 +198,7 @@ def test_process_0_alone_writes(together):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.soak)])
-def test_a_signal_to_one_host_ends_all_and_a_restart_goes_on(tmp_path, name):
+def test_a_signal_to_one_host_ends_all_and_a_restart_resumes(tmp_path, name):
     train = """
     class Report(Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -228,7 +228,7 @@ def test_a_signal_to_one_host_ends_all_and_a_restart_goes_on(tmp_path, name):
     assert ends == [json.loads((whole / "end0.json").read_text())] * 2
 
 
-def test_an_error_on_one_host_ends_the_others_with_its_words(tmp_path):
+def test_an_error_on_one_host_ends_the_others_with_its_text(tmp_path):
     ended = Pod(2, 2, tmp_path).run(
         COMMON
         + """

@@ -1,4 +1,4 @@
-"""In which format a module computes, and what is said of ways that don't work."""
+"""The dtypes in which a module computes, and errors for unsupported settings."""
 
 import re
 
@@ -21,7 +21,7 @@ Y = (X.sum(1) > 0).astype("int64")
 
 
 class Spy(nn.Module):
-    """Notes the formats that a step meets."""
+    """Records the dtypes in a step."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def test_formats_of_inputs_weights_and_loss(cores, name):
     assert f"{gradients} gradients + {state} optimizer" in lines[0]
 
 
-def test_what_is_not_as_it_was_asked_for_is_said(cores):
+def test_a_precision_without_effect_is_reported(cores):
     class Stubborn(nn.Module):
         def __init__(self):
             super().__init__()
@@ -93,7 +93,7 @@ def test_what_is_not_as_it_was_asked_for_is_said(cores):
         model.fit(X, Y, 16 // cores, 1, verbose=0, cores=cores)
 
 
-def test_a_trained_module_may_become_bfloat16(cores):
+def test_a_trained_module_can_become_bfloat16(cores):
     model = tpufit.Model(Spy())
     model.compile("sgd", "cross_entropy", scale_lr=None)
     model.fit(X, Y, 16 // cores, 1, verbose=0, cores=cores)
@@ -104,7 +104,8 @@ def test_a_trained_module_may_become_bfloat16(cores):
     assert model.module.last.weight.dtype is torch.bfloat16
 
 
-def test_the_precision_of_products_is_torch_xlas(cores):
+@pytest.mark.runtime("torch_xla")
+def test_matmul_precision_is_passed_to_torch_xla(cores):
     import torch_xla
 
     model = tpufit.Model(Spy())
@@ -117,8 +118,9 @@ def test_the_precision_of_products_is_torch_xlas(cores):
 
 
 @pytest.mark.parametrize(("name", "written"), [("default", ""), ("high", "high,high"), ("highest", "highest,highest")])
-def test_a_program_says_the_precision_of_each_product(name, written):
-    """So that it means the same on every release of torch_xla; what isn't written is one pass of bfloat16 on a TPU."""
+@pytest.mark.runtime("torch_xla")
+def test_a_program_has_the_precision_of_each_product(name, written):
+    """The same meaning on every torch_xla; an unwritten precision is one pass of bfloat16 on a TPU."""
     import torch_xla
 
     runtime.set_matmul_precision(name)

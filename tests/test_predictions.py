@@ -1,4 +1,4 @@
-"""`predict` gives every row in order and holds each once; with `out` the rows are on the disk, not in memory."""
+"""`predict` returns every row in order and holds each once; with `out` the rows are on disk, not in memory."""
 
 import json
 
@@ -38,12 +38,12 @@ def as_generator(cores):
 
 
 @on_cores
-def test_files_hold_what_memory_would(cores, tmp_path):
+def test_files_equal_results_in_memory(cores, tmp_path):
     trained = model()
     with torch.no_grad():
         expected = {name: value.float().numpy() for name, value in trained.module(torch.from_numpy(X)).items()}
     inside = trained.predict(X, 32 // cores, verbose=0, cores=cores)
-    unknown = trained.predict(as_generator(cores), verbose=0)  # which doesn't say how many there are
+    unknown = trained.predict(as_generator(cores), verbose=0)  # a generator, whose length is unknown
     paths = {"a": tmp_path / "a.npy", "b": str(tmp_path / "new" / "b.npy")}
     paths["a"].write_text("something older")
     files = trained.predict(as_generator(cores), verbose=0, out=paths)
@@ -53,12 +53,12 @@ def test_files_hold_what_memory_would(cores, tmp_path):
         assert np.array_equal(inside[name], unknown[name])
         assert isinstance(files[name], np.memmap) and not files[name].flags.writeable
         assert np.array_equal(inside[name], files[name])
-        assert np.array_equal(inside[name], np.load(paths[name]))  # as anybody else reads it
+        assert np.array_equal(inside[name], np.load(paths[name]))  # as other programs read it
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.npy", "b.npy", "new"]
 
 
 @on_cores
-def test_what_is_wrong_with_out_is_said_and_no_file_left(cores, tmp_path):
+def test_an_invalid_out_is_an_error_without_files(cores, tmp_path):
     class Fail(Callback):
         def on_predict_batch_end(self, batch, logs=None):
             if batch == 2:
@@ -68,7 +68,9 @@ def test_what_is_wrong_with_out_is_said_and_no_file_left(cores, tmp_path):
     old.write_text("older")
     with pytest.raises(ArgumentError, match=r"must be a path ending in '\.npy', .* got 'rows\.txt'"):
         trained.predict(X, verbose=0, out="rows.txt", cores=cores)
-    with pytest.raises(ArgumentError, match="a path for each output, in their form: .* returns a dict of 'a' and 'b'"):
+    with pytest.raises(
+        ArgumentError, match="a path for each output, in the same form: .* returns a dict of 'a' and 'b'"
+    ):
         trained.predict(X, verbose=0, out=old)
     with pytest.raises(CallbackError, match="here"):
         trained.predict(X, 8 // cores, verbose=0, out={"a": old, "b": tmp_path / "b.npy"}, callbacks=Fail())
@@ -82,7 +84,7 @@ def joined(*batches, **arguments):
     return predictions.result()
 
 
-def test_rows_are_joined_whatever_the_batches_are():
+def test_rows_are_joined_for_any_batches():
     parts = [torch.randn(n, 2) for n in (3, 5, 1)]  # a batch may also be larger than the first
     for batches in (None, 1, 3, 100):
         rows = joined(*parts, batches=batches)
@@ -94,7 +96,7 @@ def test_rows_are_joined_whatever_the_batches_are():
 def test_rows_that_cannot_be_joined():
     with pytest.raises(DataError, match=r"rows of shape \(2,\) and others of \(3,\)\. Pad .* predict_on_batch"):
         joined(torch.ones(4, 2), torch.ones(4, 3))
-    with pytest.raises(DataError, match="of one form, got a dict of 'b' after another"):
+    with pytest.raises(DataError, match="have one form, got a dict of 'b' after another"):
         joined({"a": torch.ones(4)}, {"b": torch.ones(4)})
 
 
@@ -127,7 +129,7 @@ PEAK = """
     ("x", "size", "out", "most"),
     [
         ('np.ones((100_000, 1), "float32")', 1000, None, 1.2),
-        # It grows by a quarter where its length isn't known.
+        # It grows by a quarter if its length is unknown.
         pytest.param("batches()", None, None, 1.5, marks=pytest.mark.soak),
         pytest.param('np.ones((100_000, 1), "float32")', 1000, '"rows.npy"', 0.3, marks=pytest.mark.soak),
     ],
@@ -150,7 +152,7 @@ class Noisy(nn.Dropout):
 
 @on_cores
 @pytest.mark.parametrize("eagerly", [False, True])
-def test_each_call_draws_new_random_numbers_and_the_seed_says_which(cores, eagerly):
+def test_each_call_draws_new_random_numbers_by_the_seed(cores, eagerly):
     made = tpufit.Model(nn.Sequential(nn.Linear(4, 8), Noisy(0.5)))
     made.compile("sgd", "mse", run_eagerly=eagerly, jit_compile=True)
     how = {"verbose": 0, "cores": cores}
@@ -175,7 +177,7 @@ def test_each_call_draws_new_random_numbers_and_the_seed_says_which(cores, eager
 
 
 @on_cores
-def test_predictions_inside_fit_leave_pytorchs_generator_alone(cores):
+def test_predictions_inside_fit_keep_pytorchs_generator(cores):
     class Predict(Callback):
         def on_epoch_end(self, epoch, logs=None):
             state = torch.get_rng_state()

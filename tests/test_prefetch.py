@@ -1,4 +1,4 @@
-"""Prefetcher: batches in order, each once; errors at their place; no thread left behind, however it ends."""
+"""Prefetcher: batches in order, each once; errors at their position; no thread is left behind."""
 
 import gc
 import signal
@@ -17,7 +17,7 @@ from tpufit.data import prefetch
 from tpufit.data.prefetch import Prefetcher
 from tpufit.errors import ArgumentError
 
-SOON = 10.0  # seconds that something may take which takes a few milliseconds
+SOON = 10.0  # the time limit, in seconds, for something that takes a few milliseconds
 
 
 @pytest.fixture(autouse=True)
@@ -54,16 +54,16 @@ def same(batch):
 
 
 def filled(source, count, depth):
-    """A prefetcher that has so many batches ready."""
+    """Return a prefetcher with a number of ready batches."""
     given = []
     feed = Prefetcher(source, lambda batch: given.append(batch) or batch, depth)
     assert becomes(lambda: len(given) == count)
-    with feed.paused():  # which waits until the last of them is handed over
+    with feed.pausing():  # which waits until the last of them is delivered
         return feed
 
 
 class Source:
-    """Numbers without end; it counts how many were read, and knows in which thread its generator was closed."""
+    """Endless numbers; it counts reads, and records the thread in which its generator was closed."""
 
     def __init__(self):
         self.read = 0
@@ -78,7 +78,7 @@ class Source:
 
 
 class Gate:
-    """A source that gives one batch, then waits until it is let go."""
+    """A source that gives one batch, then waits until it is released."""
 
     def __init__(self):
         self.reached, self.go = threading.Event(), threading.Event()
@@ -97,12 +97,12 @@ def test_every_batch_once_and_in_order(length, depth, generator):
     feed = Prefetcher(batches, lambda batch: (batch, threading.current_thread().name), depth)
     assert list(feed) == [(i, "tpufit-prefetch") for i in range(length)]
     assert list(feed) == []
-    assert not feed_threads()  # the end was waited for
+    assert not feed_threads()  # the end was awaited
 
 
 @settings(deadline=None)  # a busy machine delays threads
 @given(good=st.integers(0, 10), depth=st.integers(1, 12), in_prepare=st.booleans())
-def test_an_error_comes_after_all_batches_before_it(good, depth, in_prepare):
+def test_an_error_follows_all_earlier_batches(good, depth, in_prepare):
     error = KeyError("a bad row")
 
     def batches():
@@ -143,7 +143,7 @@ def test_an_error_shows_the_line_of_the_users_code():
 
 
 @pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, KeyboardInterrupt])
-def test_what_is_no_exception_comes_through_too(kind):
+def test_base_exceptions_are_passed_on(kind):
     def prepare(batch):
         raise kind("from the thread")
 
@@ -156,7 +156,7 @@ def test_data_that_cannot_be_iterated():
         next(feed)
 
 
-def test_stop_iteration_in_prepare_does_not_end_the_epoch_in_silence():
+def test_stop_iteration_in_prepare_is_an_error():
     with (
         Prefetcher([1, 2], lambda batch: next(iter(()))) as feed,
         pytest.raises(RuntimeError, match="prepare raised Stop"),
@@ -164,7 +164,7 @@ def test_stop_iteration_in_prepare_does_not_end_the_epoch_in_silence():
         list(feed)
 
 
-def test_an_error_keeps_neither_the_data_nor_the_feed():
+def test_an_error_references_neither_data_nor_feed():
     class Data:
         def __iter__(self):
             return map(lambda row, _: row, range(3), [self] * 3)
@@ -175,7 +175,7 @@ def test_an_error_keeps_neither_the_data_nor_the_feed():
     data = Data()
     feed = Prefetcher(data, prepare)
     data_gone, feed_gone = weakref.ref(data), weakref.ref(feed)
-    gc.disable()  # nor in a cycle, which would be found too late
+    gc.disable()  # nor in a cycle, which would be collected too late
     try:
         try:
             next(feed)
@@ -200,18 +200,18 @@ def test_a_depth_must_be_a_number_of_batches(depth):
 
 @settings(deadline=None)  # a busy machine delays threads
 @given(depth=st.integers(1, 5), taken=st.integers(0, 8))
-def test_no_more_than_the_depth_is_read_ahead(depth, taken):
+def test_at_most_the_depth_is_read_ahead(depth, taken):
     source = Source()
     with Prefetcher(source, same, depth) as feed:
         for _ in range(taken):
             next(feed)
-        least = taken + depth - (depth - 1) // 2  # the places of up to half of them are given back together
+        least = taken + depth - (depth - 1) // 2  # the slots of up to half of them are released together
         assert becomes(lambda: source.read >= least)
         time.sleep(0.002)
         assert least <= source.read <= taken + depth
 
 
-def test_no_batch_is_kept_longer_than_it_is_needed():
+def test_batches_are_freed_early():
     class Batch:
         pass
 
@@ -227,10 +227,10 @@ def test_no_batch_is_kept_longer_than_it_is_needed():
         for taken in range(1, 4):
             next(feed)
             assert becomes(lambda taken=taken: len(prepared) == taken + 1 and not any(ref() for ref in raw))
-            assert becomes(lambda: sum(ref() is not None for ref in prepared) == 1)  # the one that waits
+            assert becomes(lambda: sum(ref() is not None for ref in prepared) == 1)  # the pending batch
 
 
-def test_seconds_waited():
+def test_seconds_of_waiting():
     def slow():
         for i in range(3):
             time.sleep(0.05)
@@ -251,7 +251,7 @@ def test_seconds_waited():
 @given(taken=st.integers(0, 5), depth=st.integers(1, 3))
 def test_close_in_the_middle(taken, depth):
     source = Source()
-    batches = iter(source)  # held, so that only closing ends it
+    batches = iter(source)  # referenced, so that only closing ends it
     feed = Prefetcher(batches, same, depth)
     for _ in range(taken):
         next(feed)
@@ -262,11 +262,11 @@ def test_close_in_the_middle(taken, depth):
     assert list(feed) == []
     feed.close()
     assert source.read == read
-    # A generator that was not started has nothing to finish.
+    # A generator that wasn't started has nothing to finish.
     assert source.closed_in == ("tpufit-prefetch" if read else None)
 
 
-def test_only_a_generator_is_closed():
+def test_only_generators_are_closed():
     class File:
         def __iter__(self):
             return iter(range(3))
@@ -315,11 +315,11 @@ def test_close_while_the_data_block(monkeypatch):
     feed = Prefetcher(gate, prepared.append)
     next(feed)
     assert gate.reached.wait(SOON)
-    feed.close()  # gives up waiting
+    feed.close()  # stops waiting
     assert feed_threads()
     gate.go.set()
     assert becomes(lambda: not feed_threads())
-    assert prepared == [0]  # what came after close was not prepared
+    assert prepared == [0]  # batches after close weren't prepared
 
 
 # Pausing
@@ -327,7 +327,7 @@ def test_close_while_the_data_block(monkeypatch):
 
 @contextmanager
 def recording():
-    """A `prepare` that notes when it runs while it must not."""
+    """Return a `prepare` that records whether it runs during a pause."""
     paused, wrong = threading.Event(), []
 
     def prepare(batch):
@@ -340,32 +340,32 @@ def recording():
     assert wrong == []
 
 
-def test_nothing_is_prepared_in_a_pause_and_all_of_it_after():
+def test_nothing_is_prepared_in_a_pause():
     with recording() as (prepare, paused), Prefetcher(range(60), prepare, depth=4) as feed:
         got = []
         for batch in feed:
             got.append(batch)
             if batch % 5 == 0:
-                with feed.paused():
+                with feed.pausing():
                     paused.set()
                     time.sleep(0.005)
                     paused.clear()
     assert got == list(range(60))
 
 
-def test_what_is_ready_can_be_had_in_a_pause():
+def test_ready_batches_are_available_in_a_pause():
     with filled(range(10), 3, depth=3) as feed:
-        with feed.paused():
+        with feed.pausing():
             assert [next(feed) for _ in range(3)] == [0, 1, 2]
-            with pytest.raises(RuntimeError, match="no batch is ready in a pause"):
+            with pytest.raises(RuntimeError, match="no batch is ready during a pause"):
                 next(feed)
         assert list(feed) == list(range(3, 10))
 
 
-def test_the_end_can_be_had_in_a_pause():
+def test_the_end_is_available_in_a_pause():
     with Prefetcher(range(2), same, depth=5) as feed:
         assert becomes(lambda: not feed_threads())
-        with feed.paused():
+        with feed.pausing():
             assert list(feed) == [0, 1]
 
 
@@ -375,9 +375,9 @@ def test_close_in_a_pause_does_not_wait(monkeypatch):
     feed = Prefetcher(source, prepared.append, depth=1)
     assert becomes(lambda: len(prepared) == 1)
     began = time.monotonic()
-    with feed.paused():
+    with feed.pausing():
         next(feed)
-        assert becomes(lambda: source.read == 2)  # the thread has it, and waits for the end of the pause
+        assert becomes(lambda: source.read == 2)  # the thread has the batch, and waits for the end of the pause
         feed.close()
     assert time.monotonic() - began < 30
     assert becomes(lambda: not feed_threads())
@@ -387,7 +387,7 @@ def test_close_in_a_pause_does_not_wait(monkeypatch):
 # Processes
 
 
-def test_ctrl_c_ends_a_wait_at_once(run_python):
+def test_ctrl_c_ends_a_wait_immediately(run_python):
     result = run_python(
         """
         import os, signal, threading, time
@@ -419,7 +419,7 @@ def test_ctrl_c_ends_a_wait_at_once(run_python):
 
 
 @pytest.mark.slow
-def test_the_interpreter_exits_while_the_data_block_for_ever(run_python):
+def test_the_interpreter_exits_while_the_data_block(run_python):
     result = run_python(
         """
         import threading
@@ -460,7 +460,7 @@ def test_the_interpreter_exits_while_the_thread_is_inside_torch(run_python):
         """,
         timeout=60,
     )
-    # What it was inside of has ended, and nothing else was begun.
+    # Its current call has ended, and nothing else was started.
     assert (result.stdout, result.returncode) == ("prepared\n", 0), result.stderr
 
 
@@ -476,7 +476,7 @@ def test_a_fork_changes_nothing(run_python):
         got = [next(feed)]
         while len(given) < 3:
             time.sleep(0.001)
-        with feed.paused():  # until the last of them is handed over
+        with feed.pausing():  # until the last of them is handed over
             pass
         child = os.fork()
         if not child:

@@ -1,4 +1,4 @@
-"""A training compiled for a TPU that isn't there: its plan, its way to another process, its programs and its report."""
+"""A training compiled for an absent TPU: its plan, its pickle, its programs and its report."""
 
 import json
 import os
@@ -22,16 +22,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import tpufit
 from tpufit.__main__ import main
+from tpufit.data.user_data import recognize, recognize_held_out
 from tpufit.errors import ArgumentError, LabelError, NotCompiledError, PreflightError, UnknownNameError
 from tpufit.preflight import Comparison, PreflightReport
 from tpufit.preflight.analysis import Collective, CompiledProgram, Cost, Memory, analyse
 from tpufit.preflight.hlo import arguments_of, arrays_of, operations
-from tpufit.preflight.pickling import pickled
+from tpufit.preflight.pickling import pickle_training
 from tpufit.preflight.plan import plan_of
 from tpufit.preflight.slices import slice_of
 from tpufit.trainer.arguments import TrainingData, ValidationData
 
-pytestmark = pytest.mark.usefixtures("warm_children")
+pytestmark = pytest.mark.runtime("torch_xla")
 
 X = np.random.default_rng(0).normal(size=(261, 6)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 261)
@@ -57,7 +58,7 @@ def made(kind=tpufit.Model, module=None, **compiling):
     [
         ("f32[]{:T(128)}", "f32[]", 4, 512),
         ("f32[100,10]{1,0:T(8,128)}", "f32[100,10]", 4000, 104 * 128 * 4),
-        ("f32[100,10]{0,1:T(8,128)}", "f32[100,10]", 4000, 128 * 16 * 4),  # the other dimension is the fast one
+        ("f32[100,10]{0,1:T(8,128)}", "f32[100,10]", 4000, 128 * 16 * 4),  # the other dimension is minor
         ("bf16[3,5,130]{2,1,0:T(8,128)(2,1)S(1)}", "bf16[3,5,130]", 3900, 3 * 8 * 256 * 2),
         ("pred[7]", "pred[7]", 7, 7),
         ("s4[8]{0}", "s4[8]", 4, 4),
@@ -113,7 +114,7 @@ def test_the_operations_of_a_program():
     assert (result.kind, result.phase, result.line, result.cycles) == ("custom-call", "", None, 34)
 
 
-def test_an_operation_that_the_compiler_has_no_estimate_for_adds_no_cycles():
+def test_an_operation_without_an_estimate_adds_no_cycles():
     line = f'  %a = f32[8] fusion(%p), backend_config={{"estimated_cycles":"{2**63 - 1}"}}'
     assert [operation.cycles for operation, _ in operations(line)] == [0]
 
@@ -151,7 +152,7 @@ def test_a_program_is_analysed():
     }
     assert found.memory.total == sum(padded) + 5170
     assert found.cost == Cost(2e6, 1e4, 1234) and found.layers == {("forward", "0.act"): 1200, ("", ""): 34}
-    # One that stands in two parts of the text is one; one without a number is one by itself.
+    # An operation that occurs twice in the text counts once; without a channel, each occurrence counts.
     assert {(one.kind, one.where, one.count, one.nbytes) for one in found.collectives} == {
         ("all-gather", "train.py:7", 1, 32_000),
         ("all-reduce", "0 (backward) at train.py:7", 1, 256),
@@ -162,7 +163,7 @@ def test_a_program_is_analysed():
     assert found.warnings["float32"] == "1 matrix product in float32, with precision='bf16': 0 at train.py:7"
 
 
-# A loop in another, whose counter of 64 bits is in two halves, and one that ends by a number that it computes.
+# A nested loop whose 64-bit counter is in two halves, and a loop that ends by a computed number.
 LOOPED = """\
 HloModule step, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 
@@ -243,8 +244,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 """
 
 
-def test_what_is_in_a_loop_counts_as_often_as_it_turns():
-    """The outer loop turns at 5, 3 and 1, the inner one at 2 and 3; of the last one nobody knows."""
+def test_a_loops_body_counts_for_each_iteration():
+    """The outer loop runs 5, 3 and 1 times, the inner loop 2 and 3; the last loop's count is unknown."""
     bodies = {"inner": 10.0, "outer": 1010.0, "body": 100_000.0}
     compiled = FIGURES | {"loops": {name: {"flops": n, "bytes": 2 * n} for name, n in bodies.items()}}
     compiled |= {"flops": 101_010.0, "bytes": 202_020.0}
@@ -254,7 +255,7 @@ def test_what_is_in_a_loop_counts_as_often_as_it_turns():
     assert [(one.kind, one.count, one.nbytes) for one in found.collectives] == [("all-reduce", 6, 6 * 32)]
 
 
-def test_what_does_not_fit_is_said_and_another_refusal_is_an_error():
+def test_too_large_is_a_report_and_other_refusals_are_errors():
     words = (
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 24.50G of "
         "15.75G hbm. Exceeded hbm capacity by 8.75G.\n\n  Largest program allocations in hbm:\n\n"
@@ -283,15 +284,15 @@ FULL = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 24.50G o
 @pytest.mark.parametrize(
     ("weights", "batch", "shape", "axis", "own", "advice"),
     [
-        (GIB, 20 * GIB, (20, 1 << 28), 0, 3 * GIB, "smaller batch_size"),  # 20 rows on 8 cores: 3 at most
+        (GIB, 20 * GIB, (20, 1 << 28), 0, 3 * GIB, "smaller batch_size"),  # 20 rows on 8 cores: at most 3
         (GIB, 20 * GIB, (20, 1 << 28), None, 20 * GIB, "smaller batch_size"),  # whole on every core
         (GIB, 4, (), 0, 4, "smaller batch_size"),  # without dimensions, which is always whole
         (GIB, 0, (0, 6), 0, 0, "smaller batch_size"),
-        (16 * GIB, 20 * GIB, (20, 1 << 28), 0, 3 * GIB, "state alone are too large, whatever the batch"),
+        (16 * GIB, 20 * GIB, (20, 1 << 28), 0, 3 * GIB, "state alone are too large, with any batch"),
         (16 * GIB, 20 * GIB, (20, 1 << 28), 0, 3 * GIB, "Try compile(shard='fsdp'), with 2 GiB instead of 16 GiB of"),
     ],
 )
-def test_of_what_does_not_fit_the_batch_is_that_of_a_core(weights, batch, shape, axis, own, advice):
+def test_too_large_a_program_reports_a_cores_batch(weights, batch, shape, axis, own, advice):
     arguments = [argument(name="0.weight", nbytes=weights), argument("input", "", batch, shape, axis)]
     found = analyse(TRACED | {"arguments": arguments}, {"error": FULL, "seconds": 2.0}, "", "", slice_of("v5e-8"))
     assert (found.memory.weights, found.memory.batch) == (weights, own)
@@ -306,7 +307,7 @@ class Samples(Dataset):
         return 100
 
     def __getitem__(self, i):
-        return torch.rand(6), i % 3  # drawn
+        return torch.rand(6), i % 3  # random
 
 
 class Endless(IterableDataset):
@@ -316,10 +317,15 @@ class Endless(IterableDataset):
 
 
 def groups(x=X, y=Y, cores=8, validation=None, limit=None, compiling=None, **training):
-    """The rows of the batches of each group, of each pass."""
+    """Return the rows of the batches of each group, of each pass."""
     model = made(**compiling or {})
     arguments = {"batch_size": 4} | training
-    plan = plan_of(engine_of(model), TrainingData(x, y, **arguments), ValidationData(**validation or {}), cores, limit)
+    held_out = dict(validation or {})
+    if "data" in held_out:
+        held_out["data"] = recognize_held_out(held_out["data"], "validation_data")
+    plan = plan_of(
+        engine_of(model), TrainingData(recognize(x, y), **arguments), ValidationData(**held_out), cores, limit
+    )
     return [[[batch.rows for batch in group] for group in one.groups] for one in plan.passes]
 
 
@@ -336,11 +342,13 @@ BATCHES = [(torch.zeros(n, 6), torch.zeros(n, dtype=torch.int64)) for n in (16, 
         ({"batch_size": None, "cores": 1}, [[[32], [5]]]),
         ({"compiling": {"steps_per_execution": 3}}, [[[32] * 3, [32], [5]]]),  # 8 = 3 + 3 + 1 + 1
         ({"compiling": {"steps_per_execution": 4}}, [[[32] * 4, [5]]]),
-        ({"compiling": {"steps_per_execution": 9}}, [[[32], [5]]]),  # never so many
+        ({"compiling": {"steps_per_execution": 9}}, [[[32], [5]]]),  # more than there are
         ({"compiling": {"steps_per_execution": "auto"}}, [[[32], [5]]]),
         ({"steps_per_epoch": 9}, [[[32], [5]]]),
-        ({"steps_per_epoch": 2}, [[[32], [5]]]),  # an epoch goes on where the one before ended
+        ({"steps_per_epoch": 2}, [[[32], [5]]]),  # an epoch continues where the previous one ended
         ({"steps_per_epoch": 3, "compiling": {"steps_per_execution": 3}}, [[[32] * 3, [32], [5]]]),
+        ({"last_batch": "pad", "compiling": {"steps_per_execution": 3, "module": nn.Linear(6, 3)}}, [[[32] * 3]]),
+        ({"last_batch": "drop", "compiling": {"steps_per_execution": 4}}, [[[32] * 4]]),
         ({"limit": 2}, [[[32]]]),
         ({"limit": 0.5, "compiling": {"steps_per_execution": 2}}, [[[32] * 2]]),
         ({"limit": 9}, [[[32], [5]]]),
@@ -366,12 +374,12 @@ def test_the_steps_of_a_fit(given, expected):
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     assert groups(**given) == expected
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    made()  # seeds PyTorch, as it did above
+    made()  # seeds PyTorch, as above
     assert torch.equal(after[0], torch.get_rng_state()) and after[1:] == before[1:]
 
 
-def test_batches_have_no_values_but_the_range_of_their_labels():
-    plan = plan_of(engine_of(made()), TrainingData({"a": X}, Y, batch_size=4), ValidationData(), 8)
+def test_batches_have_only_the_range_of_their_labels():
+    plan = plan_of(engine_of(made()), TrainingData(recognize({"a": X}, Y), batch_size=4), ValidationData(), 8)
     (batch,) = plan.passes[0].groups[0]
     x, y = batch.nest
     assert x["a"].is_meta and y.is_meta and (x["a"].shape, y.shape, y.dtype) == ((32, 6), (32,), torch.int64)
@@ -383,14 +391,14 @@ def test_batches_have_no_values_but_the_range_of_their_labels():
     [
         ({"x": iter(BATCHES), "y": None, "batch_size": None}, ArgumentError, "x is an iterator, of which a preflight"),
         ({"validation": {"data": iter(BATCHES)}}, ArgumentError, "validation_data is an iterator"),
-        ({"compiling": {"run_eagerly": True}}, ArgumentError, "run_eagerly=True. makes no programs"),
+        ({"compiling": {"run_eagerly": True}}, ArgumentError, "run_eagerly=True. has no programs"),
         ({"limit": 0}, ArgumentError, "limit must be a number of batches from 1"),
         ({"y": Y + 7}, LabelError, "label 9 is outside the module's 3 classes"),
         ({"validation": {"data": (X, Y * 0 - 1)}}, LabelError, "label -1 is outside the module's 3 classes"),
         ({"y": Y[:5]}, tpufit.errors.DataError, "equally many rows"),
     ],
 )
-def test_what_can_be_checked_is_checked_before_a_process_starts(given, error, says):
+def test_arguments_are_checked_before_a_process_starts(given, error, says):
     with pytest.raises(error, match=says):
         groups(**given)
 
@@ -408,7 +416,7 @@ def test_a_model_that_is_not_compiled():
 
 
 def test_an_unknown_tpu_and_an_unknown_argument():
-    with pytest.raises(UnknownNameError, match="v5e-7.*The number of a v5e is that of its chips"):
+    with pytest.raises(UnknownNameError, match="v5e-7.*The number of a v5e counts its chips"):
         made().preflight(X, Y, tpu="v5e-7")
     with pytest.raises(ArgumentError, match="got none"):
         made().preflight(X, Y, tpu=[])
@@ -416,17 +424,17 @@ def test_an_unknown_tpu_and_an_unknown_argument():
         made().preflight(X, Y, epoch=3)
     with pytest.raises(ArgumentError, match="'auto' or 'global', got 'large'"):
         made().preflight(X, Y, batch_size="large")
-    with pytest.raises(ArgumentError, match="'auto' goes with arrays.*this list brings its own batches"):
+    with pytest.raises(ArgumentError, match="'auto' needs arrays.*this list has batches already"):
         made().preflight(BATCHES, batch_size="auto")
     with pytest.raises(ArgumentError, match="remat must be 'auto' or None, got 'dots': compile takes the others"):
         made().preflight(X, Y, remat="dots")
-    with pytest.raises(ArgumentError, match="give its batch_size, and not 'auto' too"):
+    with pytest.raises(ArgumentError, match="needs a fixed batch_size, but got batch_size='auto' too"):
         made().preflight(X, Y, batch_size="auto", remat="auto")
     with pytest.raises(ArgumentError, match="remat='attention' looks for blocks"):
         made().preflight(X, Y, remat="auto")
 
 
-# On its way to another process
+# Pickling
 
 
 class Tied(nn.Module):
@@ -449,7 +457,7 @@ class Own(optim.SGD):
 
 
 class Rivals(tpufit.Model):
-    """Two optimizers, a metric and an attribute of the user's."""
+    """Two optimizers, a metric and an attribute of the user."""
 
     def __init__(self, module):
         super().__init__(module)
@@ -469,10 +477,10 @@ class Rivals(tpufit.Model):
 
 def twin_of(model):
     state, _ = engine_of(model).state.tensors()
-    return pickle.loads(pickled(model, model, state.keys()))
+    return pickle.loads(pickle_training(model, model, state.keys()))
 
 
-def test_ties_and_what_parameters_have_stay():
+def test_ties_and_parameter_attributes_are_kept():
     model = made(module=Tied(), optimizer=lambda p: Own(p, 0.1, note=["mine"]), metrics=[])
     model.module.embed.weight.requires_grad_(False)
     twin = twin_of(model)
@@ -508,14 +516,14 @@ def test_a_model_with_a_second_optimizer_metrics_and_lambdas():
     assert isinstance(twin.seen, torchmetrics.MeanMetric)
 
 
-def test_classes_of_the_script_go_by_value():
+def test_classes_of_the_script_are_pickled_by_value():
     script = {"__name__": "__main__", "tpufit": tpufit}
     exec("class Mine(tpufit.Model):\n    def answer(self):\n        return 42", script)
     twin = twin_of(made(script["Mine"]))
     assert twin.answer() == 42
 
 
-def test_what_can_not_be_sent_is_named():
+def test_an_object_that_cannot_be_pickled_is_named():
     model = made()
     model.module[2].guard = threading.Lock()
     with pytest.raises(
@@ -529,9 +537,9 @@ def test_what_can_not_be_sent_is_named():
     model.log = None
     samples = Samples()
     samples.device_transform = partial(torch.add, threading.Lock())
-    plan = plan_of(engine_of(model), TrainingData(samples), ValidationData(), 8)
+    plan = plan_of(engine_of(model), TrainingData(recognize(samples)), ValidationData(), 8)
     with pytest.raises(PreflightError, match=r": passes\.0\.transform is a partial, and"):
-        pickled(plan, model, {})
+        pickle_training(plan, model, {})
 
 
 # The report
@@ -549,7 +557,7 @@ def report(tpu="v5e-8", fits=True, **memory):
     return PreflightReport(slice_of(tpu), [step, last], 64, "bf16")
 
 
-def test_a_report_says_what_matters():
+def test_the_text_of_a_report():
     found = report()
     assert found.fits and found.status == 0 and found.warnings == []
     # 2 x 7/8 of the bytes over the links, and the cycles at 1.5 GHz
@@ -564,7 +572,7 @@ def test_a_report_says_what_matters():
     assert re.search(r"^ train +512 +2\.0 s +7 MiB +350,000 +2 all-reduce +it is the first step$", text, re.MULTILINE)
 
 
-def test_of_a_program_that_joins_steps_all_figures_are_those_of_one():
+def test_figures_of_joined_steps_are_per_step():
     one, found = report(), report()
     step, last = found.programs
     cost = Cost(3 * step.cost.flops, 3 * step.cost.nbytes, 3 * step.cost.cycles)
@@ -580,13 +588,13 @@ def test_of_a_program_that_joins_steps_all_figures_are_those_of_one():
     assert "is compiled as 1" not in str(joined)
 
 
-def test_steps_that_fit_will_join_by_their_pace_are_told_to_be_compiled_one_by_one():
+def test_steps_that_fit_may_join_are_compiled_one_by_one():
     found = replace(report(), steps_per_execution="auto")
-    assert "steps_per_execution='auto' is compiled as 1: fit joins steps by the time that they take" in str(found)
+    assert "steps_per_execution='auto' is compiled as 1: fit measures steps before it joins them" in str(found)
     assert found.as_dict()["steps_per_execution"] == "auto"
 
 
-def test_a_report_of_what_does_not_fit():
+def test_a_report_of_too_large_a_program():
     found = report(fits=False, needed=24 << 30)
     assert not found.fits and found.status == 1 and found.rows_per_second == found.share_of_peak == 0
     assert found.warnings == ["train of 512 rows: it needs 24 GiB"]
@@ -626,13 +634,23 @@ def test_a_comparison_names_the_cheapest_that_fits(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v3-8", "v5e-8", "v6e-8"]
     none = Comparison([report(fits=False)])
     assert none.cheapest is None and none.status == 1
+    without_price = Comparison([report("v7x-8"), report("v3-8"), report("v6e-8")])
+    assert without_price.cheapest.tpu.name == "v3-8" and str(without_price).splitlines()[1].count(" ? ") == 1
+    assert Comparison([report("v7x-8")]).cheapest is None
+
+
+def test_a_chip_newer_than_the_compiler_is_refused():
+    model = tpufit.Model(nn.Linear(4, 2))
+    model.compile("sgd", "mse")
+    with pytest.raises(PreflightError, match=r"has no v7x, which is newer\. Run .* where TorchTPU is installed"):
+        model.preflight(np.zeros((8, 4), "float32"), np.zeros((8, 2), "float32"), tpu=["v5e-8", "v7x-8"], verbose=0)
 
 
 # The programs
 
 
 class Lazy(optim.Optimizer):
-    """Makes its state in its first step."""
+    """Creates its state in its first step."""
 
     def __init__(self, parameters, lr=0.01):
         super().__init__(parameters, {"lr": lr})
@@ -678,26 +696,26 @@ _OF_FIT = ("validation_split", "class_weight", "limit", "steps_per_epoch")
 
 
 def traced(model, limit=None, validation_split=0.0, **training):
-    """The programs that a preflight compiles, traced in this process."""
+    """Return the programs of a preflight, traced in this process."""
     from tpufit.preflight.tracing import Tracer
 
-    data = TrainingData(X, Y, batch_size=4, **training)
+    data = TrainingData(recognize(X, Y), batch_size=4, **training)
     plan = plan_of(engine_of(model), data, ValidationData(validation_split), 8, limit)
     state, _ = engine_of(model).state.tensors()
-    tracer = Tracer(pickle.loads(pickled(plan, model, state.keys())))
+    tracer = Tracer(pickle.loads(pickle_training(plan, model, state.keys())))
     tracer.trace()
-    return tracer.recorder.programs, list(tracer.described().values())
+    return tracer.recorder.programs, list(tracer.describe_programs().values())
 
 
 @pytest.mark.cores(8)
 @pytest.mark.parametrize(
     "name", [name if name in TELLING else pytest.param(name, marks=pytest.mark.soak) for name in FITS]
 )
-def test_the_programs_are_those_of_a_fit(cores, name):
-    """Of 9 steps an epoch, over four epochs, in which everything comes up."""
+def test_the_programs_equal_a_fits(cores, name):
+    """Of 9 steps in an epoch, over four epochs, with all kinds of steps."""
     fitting = {key: value for key, value in FITS[name].items() if key in _OF_FIT}
     compiling = {key: value for key, value in FITS[name].items() if key not in _OF_FIT}
-    # Another net each time: XLA compiles no program twice in a process.
+    # A different net each time: XLA compiles no program twice in a process.
     model = made(module=net(20 + list(FITS).index(name)), **compiling)
     programs, described = traced(model, **fitting)
     before = tpufit.runtime.counts()
@@ -717,16 +735,16 @@ def test_the_programs_are_those_of_a_fit(cores, name):
 
 
 @pytest.mark.cores(1, 8)
-def test_a_model_stays_as_it_is(cores):
-    """Before, between and after fits, also while its weights are on the device: neither it nor what it becomes."""
+@pytest.mark.soak_on(8)
+def test_a_preflight_doesnt_change_the_model(cores):
+    """Before, between and after fits, also while its weights are on the device, the model doesn't change."""
     flown, plain = (made(use_ema=True, optimizer=Lazy) for _ in range(2))
 
     def looked_at(model):
-        plan = plan_of(engine_of(model), TrainingData(X, Y, batch_size=4), ValidationData(0.2), 8)
+        plan = plan_of(engine_of(model), TrainingData(recognize(X, Y), batch_size=4), ValidationData(0.2), 8)
         state, _ = engine_of(model).state.tensors()
-        assert all(
-            tensor.is_meta for tensor in pickle.loads(pickled(plan, model, state.keys())).model.module.parameters()
-        )
+        twin = pickle.loads(pickle_training(plan, model, state.keys())).model
+        assert all(tensor.is_meta for tensor in twin.module.parameters())
 
     for _ in range(2):
         generators = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
@@ -741,7 +759,7 @@ def test_a_model_stays_as_it_is(cores):
             counts.append(tpufit.runtime.counts() - before)
         assert counts[0].captures == counts[1].captures
     looked_at(flown)
-    if cores == 8:  # and in earnest, while its weights are on the device
+    if cores == 8:  # and a real preflight, while its weights are on the device
         found = flown.preflight(X[:80], Y[:80], 4, validation_split=0.2, class_weight={0: 2.0}, verbose=0)
         assert [(program.role, program.rows) for program in found.programs] == [("train", 32), ("eval", 16)]
         assert found.fits and all(program.cost.cycles and program.text for program in found.programs)
@@ -754,19 +772,19 @@ def test_a_model_stays_as_it_is(cores):
         assert torch.equal(one["mean"].cpu(), other["mean"].cpu())
 
 
-# From the command line
+# The command line
 
 
 def command(run_python, *words, timeout=300, forks=True):
     code = f"from tpufit.__main__ import main; sys.exit(main({['preflight', *map(str, words)]}))"
-    if not forks:  # which don't tell the parts of a step: torch_xla was imported without being told to
+    if not forks:  # which don't report the parts of a step: torch_xla was imported without the option
         code = f"import os; sys.executable = os.path.join(sys.prefix, 'bin', 'python'); {code}"
     code = f"import sys; {code}"
     return run_python(code, timeout=timeout, env={"MPLBACKEND": "agg"})
 
 
 @pytest.mark.soak
-def test_an_example_as_it_is(run_python, tmp_path):
+def test_an_unchanged_example(run_python, tmp_path):
     script = Path(__file__).parents[1] / "examples" / "digits.py"
     words = "--tpu", "v5e-8", "--save", tmp_path / "saved", script, "--run-dir", tmp_path / "runs"
     ended = command(run_python, *words, forks=False)
@@ -817,7 +835,7 @@ def test_a_script_without_a_fit(run_python, tmp_path):
     (tmp_path / "large.py").write_text(LARGE)
     ended = command(run_python, "large.py")
     assert ended.returncode == 2 and ended.stderr == (
-        "error: large.py has called no fit, so that there was nothing to compile\n"
+        "error: large.py hasn't called fit, so there was nothing to compile\n"
     )
     (tmp_path / "wrong.py").write_text("import tpufit\nprint(1 / 0)\n")
     ended = command(run_python, "wrong.py")
@@ -842,7 +860,7 @@ def wide():
 
 @pytest.mark.soak
 def test_the_largest_batch_that_fits():
-    """Within 5 %: the batch that is so much larger does not fit."""
+    """Within 5 %: a batch larger by this doesn't fit."""
     model, x, y = wide()
     found = model.preflight(x, y, "auto", tpu="v5e-8", verbose=0)
     assert found.fits and found.step.rows == 8 * found.batch_size
@@ -850,15 +868,15 @@ def test_the_largest_batch_that_fits():
 
 
 @pytest.mark.soak
-def test_the_largest_batch_if_all_rows_are_in_one():
+def test_the_largest_batch_with_all_rows():
     model, x, y = wide()
     few = model.preflight(x[:100], y[:100], "auto", tpu="v2-8", verbose=0)
-    assert few.fits and few.step.rows == 100 and few.batch_size == 13  # a core
+    assert few.fits and few.step.rows == 100 and few.batch_size == 13  # on each core
 
 
 @pytest.mark.soak
 def test_the_cheapest_policy_that_fits():
-    """Few rows need none; the scores of many don't fit."""
+    """Few rows need no policy; the scores of many don't fit."""
     with torch.device("meta"):
         blocks = nn.Sequential(*(Attending() for _ in range(4)))
         model = tpufit.Model(nn.Sequential(nn.Linear(8, 64), blocks, nn.Linear(64, 8)))
@@ -873,7 +891,7 @@ def test_the_cheapest_policy_that_fits():
 
 
 class Attending(nn.Module):
-    """Attention with four heads, beside what it attends to."""
+    """Attention with four heads, and a residual connection."""
 
     def __init__(self):
         super().__init__()
@@ -885,15 +903,15 @@ class Attending(nn.Module):
 
 
 class Noted(nn.Linear):
-    """Notes the process that it runs in."""
+    """Records the process that it runs in."""
 
     def forward(self, x):
         Path(os.environ["NOTED"], str(os.getpid())).touch()
         return super().forward(x)
 
 
-@pytest.mark.slow
-def test_several_tpus_are_compared_and_steps_that_are_the_same_are_traced_once(monkeypatch, tmp_path):
+@pytest.mark.soak
+def test_comparing_tpus_traces_equal_steps_once(monkeypatch, tmp_path):
     monkeypatch.setenv("NOTED", str(tmp_path))
     model = made(module=nn.Sequential(Noted(6, 3)))
     found = model.preflight(X[:256], Y[:256], 4, tpu=["v2-8", "v3-8", "v5e-1", "v6e-8"], verbose=0)
@@ -901,14 +919,14 @@ def test_several_tpus_are_compared_and_steps_that_are_the_same_are_traced_once(m
     assert [one.tpu.name for one in found.reports] == ["v2-8", "v3-8", "v5e-1", "v6e-8"]
     assert [one.step.rows for one in found.reports] == [32, 32, 4, 32]
     _, first, _, last = (one.step for one in found.reports)
-    assert first.cost.cycles != last.cost.cycles and first.text != last.text  # each compiled for its own
-    assert {path.name for path in tmp_path.iterdir()} > {str(os.getpid())}  # this one tries shapes only
+    assert first.cost.cycles != last.cost.cycles and first.text != last.text  # each compiled for its own TPU
+    assert {path.name for path in tmp_path.iterdir()} > {str(os.getpid())}  # this test only tries shapes
     # For one core, and for 8: of a v6e, which keeps attention in bfloat16, and of the others.
     assert len(list(tmp_path.iterdir())) == 1 + 3
 
 
 @pytest.mark.soak
-def test_more_hosts_send_no_more_bytes_a_core():
+def test_more_hosts_send_the_same_bytes_per_core():
     """The same step is compiled for 1, 4 and 16 hosts, with as many collectives of as many bytes."""
     model = made()
     sent = {}
@@ -939,6 +957,7 @@ for folder in (Path(), Path(__file__).parent, here, out):
     assert (folder / "log.txt").read_text() == "gone and more" and "log.txt" in os.listdir(folder)
     torch.save({"a": 1}, folder / "weights.pt")
     assert torch.load(folder / "weights.pt") == {"a": 1}
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), folder / "scripted.pt")
     safetensors.torch.save_file({"a": torch.ones(2)}, folder / "weights.safetensors")
     np.savetxt(folder / "rows.csv", np.ones(3))
     np.save(folder / "rows.npy", np.ones(3))
@@ -984,5 +1003,7 @@ def test_a_script_writes_nowhere(run_python, tmp_path):
     )
     ended = run_python(code, env={"HERE": str(here), "OUT": str(out)})
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "preflight lets a script write nothing outside of its copy" in ended.stdout and "written" in ended.stdout
+    assert (
+        "a preflight doesn't let a script write outside its copied folder" in ended.stdout and "written" in ended.stdout
+    )
     assert contents() == before

@@ -1,4 +1,4 @@
-"""The user's object is the user's: a subclass of Model may keep anything under any name but `_engine`."""
+"""A subclass of Model may use any attribute name except `_engine`."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tpufit.errors import ArgumentError
 
 pytestmark = pytest.mark.cores(1, 8)
 
-# The private names that a Model once had. A GAN or BYOL author writes some of them without a thought.
+# The private names that Model once had. Authors of a GAN or BYOL use some of them.
 NAMES = [
     "_loss",
     "_class_weight",
@@ -116,7 +116,7 @@ def test_a_subclass_that_takes_every_name_trains_to_the_same_bits(cores, kind):
     assert own_replayed == replayed == {"train": True, "eval": True, "predict": True}
 
 
-def test_the_values_stay_the_users(cores):
+def test_the_users_values_are_kept(cores):
     model = Crowded(nn.Linear(6, 3))
     model.compile("sgd", "cross_entropy")
     model.fit(X, Y, 16 // cores, verbose=0, cores=cores)
@@ -124,7 +124,7 @@ def test_the_values_stay_the_users(cores):
     assert [name for name in vars(tpufit.Model(nn.Linear(1, 1))) if name.startswith("_")] == ["_engine"]
 
 
-def test_the_one_reserved_name_says_so():
+def test_the_reserved_name_is_an_error():
     class Sets(tpufit.Model):
         def __init__(self, module):
             super().__init__(module)
@@ -138,7 +138,7 @@ def test_the_one_reserved_name_says_so():
         type("Forgets", (tpufit.Model,), {"__init__": lambda self: None})().compile("sgd")
 
 
-def test_a_second_compile_begins_its_counts_again(cores):
+def test_a_second_compile_resets_its_counts(cores):
     """Only tensors and the count of steps outlive a compile: the next average overwrites after two updates, not one."""
 
     def weights(second):
@@ -146,7 +146,7 @@ def test_a_second_compile_begins_its_counts_again(cores):
         model = tpufit.Model(nn.Linear(6, 3))
         options = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
         model.compile(lambda p: torch.optim.SGD(p, lr=0.0), "cross_entropy", scale_lr=None, **options)
-        if second:  # three updates, which leave the weights as they are
+        if second:  # three updates, which leave the weights unchanged
             model.fit(X[:48], Y[:48], 16 // cores, verbose=0, shuffle=False, cores=cores)
         model.compile(lambda p: torch.optim.SGD(p, lr=0.1), "cross_entropy", scale_lr=None, **options)
         model.fit(X[:48], Y[:48], 16 // cores, verbose=0, shuffle=False, cores=cores)

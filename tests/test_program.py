@@ -1,4 +1,4 @@
-"""Replaying a step gives what tracing it gives, to the bit; what can't be replayed is traced, and says so."""
+"""Replaying a step gives the same bits as tracing it; a step that can't be replayed is traced, and says so."""
 
 import copy
 import functools
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engines import engine_of
+from plain_steps import plain_steps
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,6 +20,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback
 from tpufit.errors import OutOfMemoryError, ReplayError, StateLostError
+from tpufit.runtime.driver import driver
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600)
 
@@ -42,7 +44,7 @@ class Net(nn.Module):
 
 
 class Decay(Callback):
-    """Another rate at every step, without looking at the weights."""
+    """Sets another rate for every step, without reading the weights."""
 
     reads_weights = False
 
@@ -54,7 +56,7 @@ class Decay(Callback):
 
 
 def train(cores, *, extra=None, callbacks=(), epochs=6, rows=32, optimizer=None, model=tpufit.Model, **compiling):
-    """Train on 261 rows, 32 at a time: 8 even steps and one of 5 rows, an epoch. Returns all that training leaves."""
+    """Train on 261 rows, 32 at a time: 8 even steps and one of 5 rows in each epoch. Return all results."""
     torch.manual_seed(0)
     net = Net(extra)
     torch.manual_seed(1)
@@ -72,11 +74,11 @@ def train(cores, *, extra=None, callbacks=(), epochs=6, rows=32, optimizer=None,
     return trained, history.history, state, counts
 
 
-plain = functools.cache(train)  # what several tests compare with
+plain = functools.cache(train)  # the reference of several tests
 
 
 def why_traced(model, role="train"):
-    return model.report().traced.get(role, "")  # nothing of a step that runs eagerly
+    return model.report().traced.get(role, "")  # except for a step that runs eagerly
 
 
 def assert_equal(one, other):
@@ -97,12 +99,12 @@ def assert_equal(one, other):
     ],
     ids=["adamw", "sgd", "rmsprop"],
 )
-def test_54_steps_replayed_equal_54_traced_to_the_bit(cores, optimizer):
+def test_54_replayed_steps_equal_54_traced_steps_bit_for_bit(cores, optimizer):
     replayed = train(cores, callbacks=[Decay()], optimizer=optimizer, jit_compile=True)
     traced = train(cores, callbacks=[Decay()], optimizer=optimizer, jit_compile=False)
     assert_equal(replayed, traced)
     assert not why_traced(replayed[0]) and why_traced(traced[0])
-    # One for each shape of a batch, and none where the process has compiled the same graph before.
+    # One for each shape of a batch, and none if the process has compiled the same graph before.
     assert max(replayed[3].graphs.values()) <= 2 and set(replayed[3].graphs) <= {"train", "eval"}
     assert replayed[3].host_reads == 0 and not replayed[3].fallbacks
 
@@ -118,7 +120,7 @@ def test_a_replayed_step_runs_none_of_its_python(cores):
 
     _, _, _, counts = train(cores, model=Counting, epochs=10)
     captures = 4  # two for each shape
-    at_least = 9 + 8  # one a pass for each shape, once it is replayed
+    at_least = 9 + 8  # one in each pass for each shape, once it is replayed
     assert captures + at_least <= len(calls) <= captures + counts.waits["audit"] < 90  # steps
 
 
@@ -129,15 +131,15 @@ class PerEpoch(Callback):
         self.model.optimizer.param_groups[0]["lr"] *= 0.8
 
 
-# With the flags of tests, by which LLVM optimises nothing, the CPU's compiler of torch_xla 2.8 rounds an update with
-# momentum otherwise in one step than in several. As users have it, it does not.
+# With the tests' flags, LLVM optimises nothing, and torch_xla 2.8's CPU compiler rounds an update with momentum
+# differently in one step and in several. With users' flags it doesn't.
 as_users_have_it = pytest.mark.cores(1, 8, timeout=600, alone=True)
 
 
 @as_users_have_it
 @pytest.mark.parametrize("k", [3, pytest.param(10, marks=pytest.mark.soak)])
 @pytest.mark.soak_on(1)
-def test_several_steps_in_one_graph_are_the_same_to_the_bit(cores, k):
+def test_joined_steps_are_equal_bit_for_bit(cores, k):
     def run(k):
         torch.manual_seed(0)
         tpufit.set_random_seed(0)
@@ -147,7 +149,7 @@ def test_several_steps_in_one_graph_are_the_same_to_the_bit(cores, k):
         model.compile(
             sgd, "cross_entropy", metrics=["accuracy"], scale_lr=None, steps_per_execution=k, jit_compile=True
         )
-        # 17 steps an epoch, the last one of 5 rows: groups of k, and the rest one by one
+        # 17 steps in an epoch, the last of 5 rows: groups of k, and the rest singly
         history = model.fit(X, Y, 16 // cores, 3, verbose=0, callbacks=[PerEpoch()], cores=cores)
         return history.history, model.state_dict()
 
@@ -157,8 +159,8 @@ def test_several_steps_in_one_graph_are_the_same_to_the_bit(cores, k):
 
 
 @pytest.mark.parametrize("k", [3, pytest.param(10, marks=pytest.mark.soak_on(8))])
-def test_several_steps_in_one_graph_are_the_same_but_for_rounding(cores, k):
-    """XLA:CPU may fuse the arithmetic of k steps otherwise than that of one, and so round a last digit anew."""
+def test_joined_steps_are_equal_up_to_rounding(cores, k):
+    """XLA:CPU may fuse the arithmetic of k steps differently from one step, and so round the last digit differently."""
 
     def run(k):
         sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -168,14 +170,14 @@ def test_several_steps_in_one_graph_are_the_same_but_for_rounding(cores, k):
     assert not why_traced(several[0])
     for name, values in one[1].items():
         assert several[1][name] == pytest.approx(values, abs=1e-6)
-    for name, value in one[2].items():  # 16 steps and a tail: groups of k, and the rest one by one
+    for name, value in one[2].items():  # 16 steps and a tail: groups of k, and the rest singly
         torch.testing.assert_close(several[2][name], value, rtol=0, atol=2e-6)
     assert several[3].graphs["train"] <= 3  # k steps, one step, the tail
 
 
 @as_users_have_it
 @pytest.mark.soak
-def test_auto_joins_steps_that_are_short_and_changes_nothing_else(cores, monkeypatch):
+def test_auto_joins_short_steps(cores, monkeypatch):
     class Hooks(Callback):
         reads_weights = False
 
@@ -207,7 +209,7 @@ def test_auto_joins_steps_that_are_short_and_changes_nothing_else(cores, monkeyp
     assert ends == [*range(33)] * 6
 
 
-def test_hooks_of_batches_come_once_for_k_steps(cores):
+def test_batch_hooks_are_called_once_for_k_steps(cores):
     class Hooks(Callback):
         def on_train_batch_begin(self, batch, logs=None):
             seen.append(("begin", batch))
@@ -222,7 +224,7 @@ def test_hooks_of_batches_come_once_for_k_steps(cores):
 
 @pytest.mark.soak_on(8)
 @pytest.mark.parametrize("how", [{}, {"run_eagerly": True}], ids=["joined", "eager"])
-def test_hooks_of_batches_come_once_for_those_that_are_left_at_the_end(cores, how):
+def test_batch_hooks_are_called_once_for_remaining_steps(cores, how):
     class Hooks(Callback):
         def on_train_batch_begin(self, batch, logs=None):
             seen.append(("begin", batch))
@@ -239,7 +241,7 @@ def test_hooks_of_batches_come_once_for_those_that_are_left_at_the_end(cores, ho
     assert seen == [("begin", 0), 0, 1, 2, ("end", 2), ("begin", 3), 3, 4, ("end", 4)]
 
 
-def test_options_of_compile_that_are_set_are_taken_up_by_the_next_pass(cores):
+def test_changed_options_apply_to_the_next_pass(cores):
     class Hooks(Callback):
         def on_train_batch_end(self, batch, logs=None):
             ends.append(batch)
@@ -297,7 +299,7 @@ def test_modules_that_build_a_cache_in_their_first_forward(cores):
 
 
 @pytest.mark.soak_on(8)
-def test_modules_that_store_what_they_computed(cores):
+def test_modules_that_store_results(cores):
     class Means(Callback):
         def __init__(self):
             self.means = []
@@ -306,7 +308,7 @@ def test_modules_that_store_what_they_computed(cores):
             self.means.append(self.model.module.last[-1].mean().item())
 
     def storing(net, h):
-        net.last = [h * 2, h]  # anew each time, and in each shape of a batch
+        net.last = [h * 2, h]  # a new tensor each time, and for each shape of a batch
         return h
 
     def run(jit_compile):
@@ -318,13 +320,78 @@ def test_modules_that_store_what_they_computed(cores):
     assert_equal(replayed, traced)
 
 
+def part_of_a_constant(net, h):
+    scale = torch.tensor([1.0, 1.0, 1.0]).to(h.device)
+    scale[0] = h.detach().mean()
+    scale[1:] += 1
+    return h * scale.sum()
+
+
+def counted(net, h):
+    net.count = (net.count if hasattr(net, "count") else torch.zeros(1)).to(h.device)
+    net.count += 1
+    return h * net.count
+
+
+def part_of_an_attribute(net, h):
+    if not hasattr(net, "means"):
+        net.means = torch.zeros(3).to(h.device)
+    net.means[0] = h.detach().mean()
+    net.means[1] += 1
+    return h * net.means.sum()
+
+
+def view_that_is_kept(net, h):
+    if not hasattr(net, "means"):
+        net.means = torch.zeros(3).to(h.device)
+        net.part = net.means[1:]
+    net.part += h.detach().mean()
+    return h * (1 + net.means.sum())
+
+
+def queue(net, h):
+    if not hasattr(net, "queue"):
+        net.queue = torch.zeros(4, h.shape[1]).to(h.device)
+        net.first = torch.zeros(1, dtype=torch.long).to(h.device)
+    net.queue.index_copy_(0, net.first, h.detach()[:1])
+    net.first.copy_((net.first + 1) % 4)
+    return h + net.queue.sum(0)
+
+
+@pytest.mark.soak_on(8)
+@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+@pytest.mark.parametrize("extra", [part_of_a_constant, counted, part_of_an_attribute, view_that_is_kept, queue])
+def test_tensors_that_a_step_changes_in_place(cores, extra):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(12, 4)
+
+        def forward(self, x):
+            return extra(self, self.layer(x))
+
+    def make():
+        torch.manual_seed(0)
+        net = Net()
+        return net, torch.optim.SGD(net.parameters(), 0.01)
+
+    net, optimizer = make()
+    batches = [*zip(*(torch.tensor(data[:192]).split(32) for data in (X, Y)), strict=True)]
+    losses = plain_steps(net, optimizer, F.cross_entropy, batches * 3)
+    net, optimizer = make()
+    model = tpufit.Model(net)
+    model.compile(optimizer, "cross_entropy", scale_lr=None)
+    history = model.fit(X[:192], Y[:192], 32 // cores, 3, verbose=0, shuffle=False, cores=cores).history
+    np.testing.assert_allclose(history["loss"], np.reshape(losses, (3, 6)).mean(1), rtol=1e-5)
+
+
 @pytest.mark.soak_on(8)
 @pytest.mark.filterwarnings("ignore:the (train|eval) step is traced anew")
 def test_a_list_that_grows_with_each_step_is_not_replayed(cores):
     everything = []
 
     def storing(net, h):
-        if h.is_xla and net.training:  # validation data are looked at without a device before
+        if h.device.type != "cpu" and net.training:  # validation data were inspected without a device before
             everything.append(h.mean())
         return h
 
@@ -333,14 +400,19 @@ def test_a_list_that_grows_with_each_step_is_not_replayed(cores):
     assert len(everything) == 27 and all(torch.isfinite(value.cpu()) for value in everything)
 
 
-def test_the_users_own_pending_work_survives(cores):
+def test_the_users_pending_work_survives(cores):
     trained, *_ = train(cores, epochs=1)
-    mine = trained.module.head.bias.detach() * 0 + 3  # computed by nobody yet
+    mine = trained.module.head.bias.detach() * 0 + 3  # still pending
     later = mine.exp()
     trained.fit(X, Y, 32 // cores, 2, verbose=0)
     trained.evaluate(X, Y, verbose=0)
     assert mine.cpu().tolist() == [3.0] * 4
     torch.testing.assert_close(later.cpu(), torch.full((4,), 3.0).exp())
+
+
+def way_of(reads):
+    """Return how a step runs that can't be replayed. TorchTPU doesn't trace a step that reads a value."""
+    return "runs operation by operation" if reads and not driver().is_lazy else "is traced anew on every call"
 
 
 @pytest.mark.soak_on(8)
@@ -353,12 +425,11 @@ def test_the_users_own_pending_work_survives(cores):
     ],
     ids=["random", "float", "if"],
 )
-@pytest.mark.filterwarnings("ignore:the eval step is traced anew")
-def test_what_cannot_be_replayed_is_traced_and_says_why(cores, extra, cause):
+@pytest.mark.filterwarnings("ignore:the eval step (is traced anew|runs operation by operation)")
+def test_a_step_that_cant_be_replayed_is_traced_and_says_why(cores, extra, cause):
     random.seed(0)
-    with pytest.warns(
-        UserWarning, match=f"the train step is traced anew on every call, which is slow, because.*{cause}"
-    ):
+    way = way_of(reads="reads" in cause)
+    with pytest.warns(UserWarning, match=f"the train step {way}, which is slow, because.*{cause}"):
         traced, history, _, _ = train(cores, extra=extra, epochs=2)
     assert why_traced(traced) and np.isfinite(history["loss"]).all()
     with pytest.raises(ReplayError, match=f"the train step can't be replayed: .*{cause}"):
@@ -401,16 +472,15 @@ class ReadingTest(tpufit.Model):
         (ReadingTest, ["eval"]),
     ],
 )
-def test_a_value_read_in_any_part_of_a_step_is_said_with_its_line(cores, model, roles):
+def test_a_value_read_in_a_step_is_reported_with_its_line(cores, model, roles):
     with pytest.warns(UserWarning) as caught:
         trained, history, _, _ = train(cores, model=model, epochs=1)
-    said = [str(warning.message) for warning in caught if "traced anew" in str(warning.message)]
+    way = way_of(reads=True)
+    said = [str(warning.message) for warning in caught if way in str(warning.message)]
     assert len(said) == len(roles) and np.isfinite(history["loss"]).all()  # once each, in one sentence
     cause = r"it reads a value from the device at test_program\.py:\d+"
     for role, sentence in zip(roles, said, strict=True):
-        assert re.fullmatch(
-            rf"the {role} step is traced anew on every call, which is slow, because {cause}\. .+", sentence
-        )
+        assert re.fullmatch(rf"the {role} step {way}, which is slow, because {cause}\. .+", sentence)
     assert [role for role in ("train", "eval") if why_traced(trained, role)] == roles
     with pytest.raises(ReplayError, match=f"the {roles[0]} step can't be replayed: {cause}"):
         train(cores, model=model, epochs=1, jit_compile=True)
@@ -419,8 +489,8 @@ def test_a_value_read_in_any_part_of_a_step_is_said_with_its_line(cores, model, 
 @pytest.mark.soak_on(8)
 @pytest.mark.filterwarnings("ignore:the train step is traced anew")
 @pytest.mark.filterwarnings("ignore:the eval step is traced anew")
-def test_python_that_counts_is_found_out(cores):
-    """Two traces of it can be equal, and the third another: only its changing attribute tells."""
+def test_python_that_counts_is_detected(cores):
+    """Two traces can be equal, and the third different: only its changing attribute shows."""
 
     def counting(net, h):
         net.calls = getattr(net, "calls", 0) + 1
@@ -432,7 +502,7 @@ def test_python_that_counts_is_found_out(cores):
 
 
 @pytest.mark.soak_on(8)
-def test_a_rate_read_by_the_steps_own_python_is_the_current_one(cores):
+def test_a_rate_read_in_a_step_is_current(cores):
     class Penalised(tpufit.Model):
         def train_step(self, batch):
             x, y = batch
@@ -471,8 +541,8 @@ def test_a_metric_that_keeps_whole_batches_is_replayed(cores):
     assert run(True) == run(False)
 
 
-def test_a_step_that_leaves_the_metrics_alone(cores):
-    """Its sums are no outputs of the graph then, and must not be taken for others that are."""
+def test_a_step_that_doesnt_update_metrics(cores):
+    """Then its sums aren't outputs of the graph, and must not be confused with other outputs."""
 
     class Sometimes(tpufit.Model):
         def test_step(self, batch):
@@ -487,7 +557,7 @@ def test_a_step_that_leaves_the_metrics_alone(cores):
 
 
 class Change(Callback):
-    """Does something to the model in the middle of training."""
+    """Changes the model in the middle of training."""
 
     def __init__(self, what):
         self.what = what
@@ -523,7 +593,7 @@ def test_changes_by_a_callback_take_effect(cores, what):
     traced = train(cores, callbacks=[Change(what)], jit_compile=False)
     assert_equal(replayed, traced)
     with pytest.raises(AssertionError):
-        assert_equal(replayed, plain(cores))  # it did change something
+        assert_equal(replayed, plain(cores))  # the change had an effect
 
 
 def test_the_module_may_leave_parts_in_eval_mode(cores):
@@ -557,11 +627,11 @@ def test_weights_read_in_a_hook_are_current(cores):
     seen_replayed, seen = seen, []
     assert_equal(watched, train(cores, epochs=2, callbacks=[reader], jit_compile=False))
     assert all(torch.equal(a, b) for a, b in zip(seen_replayed, seen, strict=True))
-    assert_equal(watched, train(cores, epochs=2))  # looking changes nothing
+    assert_equal(watched, train(cores, epochs=2))  # reading changes nothing
 
 
-def test_weights_put_back_at_every_step_take_no_history_along(cores):
-    """A functional tensor notes each exchange, and each takes longer than the one before: up to 9 ms a step, once."""
+def test_restoring_weights_each_step_keeps_no_history(cores):
+    """A functional tensor records each exchange, and each took longer than the one before: up to 9 ms a step."""
 
     class Watched(Callback):
         def on_train_batch_end(self, batch, logs=None): ...
@@ -579,15 +649,15 @@ def test_weights_put_back_at_every_step_take_no_history_along(cores):
     assert seen == {(True, False)}
 
 
-@pytest.mark.soak_on(1)
-def test_a_read_from_another_thread_is_a_value_or_an_exception(cores):
-    """Never the end of the process, nor another training: this one goes on as if nobody had read."""
+@pytest.mark.soak
+def test_a_read_from_another_thread_is_safe(cores):
+    """Never the end of the process, nor another training: this training continues as without a read."""
 
     class Go(Callback):
         reads_weights = False
 
         def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 2:  # all graphs are there, and the weights are kept elsewhere
+            if epoch == 2:  # all graphs exist, and the weights are held
                 go.set()
 
     go, answers, losses = threading.Event(), [], []
@@ -625,8 +695,9 @@ def test_a_read_from_another_thread_is_a_value_or_an_exception(cores):
     assert answers and losses[0] == losses[1]
 
 
-def test_a_step_may_use_its_weights_in_threads_of_its_own(cores):
-    """An audit keeps its tensors from other threads, but not from those that the step itself waits for."""
+@pytest.mark.runtime("torch_xla")  # TorchTPU records nothing in threads of the step
+def test_a_step_may_use_its_weights_in_its_threads(cores):
+    """An audit keeps its tensors from other threads, but not from threads that the step itself waits for."""
 
     class Threaded(nn.Module):
         def __init__(self):
@@ -691,7 +762,7 @@ def test_parameters_keep_their_hooks(cores):
 
 
 def failing(monkeypatch, at):
-    """Let a graph fail on the device, after it has taken its inputs, as one does that runs out of memory."""
+    """Let a graph fail on the device after it has consumed its inputs, as when it runs out of memory."""
     import torch_xla
 
     real, calls = torch_xla._XLAC._run_cached_graph, []
@@ -707,8 +778,9 @@ def failing(monkeypatch, at):
 
 
 @pytest.mark.soak_on(8)
-def test_state_dies_with_a_step_that_fails_and_fit_says_so(cores, tmp_path, monkeypatch):
-    def large():  # with its momentum 17 MB, enough for its memory to be given to each step
+@pytest.mark.runtime("torch_xla")
+def test_a_failed_step_loses_its_state_and_fit_says_so(cores, tmp_path, monkeypatch):
+    def large():  # with its momentum 17 MB, enough that its memory is donated to each step
         net = nn.Sequential(nn.Linear(12, 4096), nn.ReLU(), nn.Linear(4096, 512), nn.Linear(512, 4))
         model = tpufit.Model(net)
         model.compile(partial(torch.optim.SGD, lr=0.01, momentum=0.9), "cross_entropy")
@@ -729,8 +801,9 @@ def test_state_dies_with_a_step_that_fails_and_fit_says_so(cores, tmp_path, monk
     assert np.isfinite(fresh.fit(X, Y, 32 // cores, 2, verbose=0).history["loss"]).all()  # in the same process
 
 
-def test_a_small_state_outlives_a_step_that_fails(cores, monkeypatch):
-    """Where giving its memory away costs time, and saves next to none, it isn't given: so nothing is lost."""
+@pytest.mark.runtime("torch_xla")
+def test_a_small_state_survives_a_failed_step(cores, monkeypatch):
+    """Where donation costs time, and saves little memory, state isn't donated: so nothing is lost."""
     trained, *_ = train(cores, epochs=2)
     failing(monkeypatch, at=5)
     with pytest.raises(OutOfMemoryError, match="RESOURCE_EXHAUSTED"):
@@ -752,7 +825,9 @@ def test_run_eagerly_runs_python_on_the_host(cores):
     assert eager[3].graphs == {} and not eager[3].waits
     compiled = train(cores, epochs=2)
     for name, value in compiled[2].items():
-        if not name.startswith("optimizer") and name != "conv.bias":  # before a batch norm its gradient is rounding
+        if (
+            not name.startswith("optimizer") and name != "conv.bias"
+        ):  # before a batch norm its gradient is only rounding
             torch.testing.assert_close(eager[2][name].to(value.dtype), value, atol=0.02, rtol=0.02)
 
 
@@ -794,7 +869,7 @@ def test_deep_copies_of_a_trained_module_are_ordinary(cores):
 
 
 class Views(nn.Module):
-    """Puts out views of one tensor, and keeps one, as attention heads and poolers do."""
+    """Returns views of one tensor, and keeps one, as attention heads and poolers do."""
 
     def __init__(self):
         super().__init__()
@@ -832,7 +907,7 @@ def test_the_next_fit_tries_again(cores):
 
 
 def test_each_model_warns_once_of_each_cause(cores, recwarn):
-    """Also on the same line, in the same words, with the filters that Python begins with."""
+    """Also on the same line, with the same text, with Python's default filters."""
     import warnings
 
     warnings.simplefilter("default")
@@ -840,12 +915,12 @@ def test_each_model_warns_once_of_each_cause(cores, recwarn):
         train(cores, extra=lambda net, h: h if h.mean() > 100 else h + 1, epochs=1)[0].fit(
             X, Y, 32 // cores, 1, verbose=0
         )
-    roles = [str(w.message).split()[1] for w in recwarn if "traced anew" in str(w.message)]
+    roles = [str(w.message).split()[1] for w in recwarn if way_of(reads=True) in str(w.message)]
     assert sorted(roles) == ["eval", "eval", "train", "train"]
 
 
 @pytest.mark.soak_on(8)
-def test_a_library_that_reads_is_named_with_its_line_and_the_cure(cores):
+def test_a_library_that_reads_is_named_with_a_cure(cores):
     import torchmetrics.functional as metrics
 
     def asking(net, h):
@@ -857,8 +932,8 @@ def test_a_library_that_reads_is_named_with_its_line_and_the_cure(cores):
     assert re.search(r"at torchmetrics/functional/\S+\.py:\d+, called at test_program\.py:\d+\. \w", said), said
 
 
-def test_libraries_are_told_that_a_step_is_traced(cores):
-    """The answer is false again where the optimizer takes its step, which was measured against plain PyTorch."""
+def test_libraries_can_ask_whether_a_step_is_traced(cores):
+    """It returns False again during the optimizer's step, which was compared with plain PyTorch."""
     answers = set()
 
     class Asking(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""What `fit` shows of itself where people look at it: in a terminal, in a pipe and in a notebook."""
+"""The output of `fit` in a terminal, in a pipe and in a notebook."""
 
 import json
 import os
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 
 def without_numbers(line):
-    """The line without what differs from run to run: times are T, speeds S and logs N."""
+    """Replace what differs from run to run: times are T, speeds S and logs N."""
     line = re.sub(r" - waited for data: \d+%$", "", line)  # as a busy machine may
     line = re.sub(r"\d+ samples/s", "S samples/s", line)
     line = re.sub(r"(: )[\d.]+(e-\d+)?", r"\1N", line)
@@ -43,7 +43,7 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
-# However fast a machine is: what the step's Python does while the step is compiled ends once that was drawn.
+# On any machine the step's Python, which runs during compilation, ends only after the message was drawn.
 HELD = """
 import os, time, torch
 class Held(torch.nn.Tanh):
@@ -57,7 +57,7 @@ torch.nn.Tanh = Held
 """
 
 
-def test_a_terminal_shows_bars_that_say_when_they_compile(tmp_path):
+def test_a_terminal_shows_bars_and_compilations(tmp_path):
     drawn = tmp_path / "drawn"
 
     def watch(out):
@@ -75,7 +75,7 @@ def test_a_terminal_shows_bars_that_say_when_they_compile(tmp_path):
     ]
 
 
-def test_a_pipe_gets_a_line_an_epoch(run_python):
+def test_a_pipe_gets_one_line_per_epoch(run_python):
     done = run_python(FIT)
     assert done.returncode == 0, done.stderr
     assert [without_numbers(line) for line in done.stdout.splitlines()] == [
@@ -97,19 +97,24 @@ print(json.dumps(cell.outputs))
 """
 
 
-@pytest.mark.soak
-def test_a_notebook_keeps_one_output_a_bar(tmp_path):
-    """Each bar is one output that is drawn anew, of plain HTML and text: no widgets, and no empty lines are left."""
+def run_cell(code, folder):
+    """Run a cell in a notebook's kernel, and return its outputs."""
     done = subprocess.run(
-        [sys.executable, "-c", NOTEBOOK, FIT],
+        [sys.executable, "-c", NOTEBOOK, code],
         capture_output=True,
         text=True,
         timeout=180,
-        cwd=tmp_path,
-        env=environment(IPYTHONDIR=str(tmp_path)),
+        cwd=folder,
+        env=environment(IPYTHONDIR=str(folder)),
     )
     assert done.returncode == 0, done.stderr
-    outputs = [o for o in json.loads(done.stdout.splitlines()[-1]) if o.get("name") != "stderr"]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.soak
+def test_a_notebook_keeps_one_output_per_bar(tmp_path):
+    """Each bar is one output that is redrawn, of plain HTML and text: no widgets, and no empty lines remain."""
+    outputs = [o for o in run_cell(FIT, tmp_path) if o.get("name") != "stderr"]
     shown = [o["text"] if o["output_type"] == "stream" else o["data"]["text/plain"] for o in outputs]
     assert [without_numbers(text) for text in "".join(f"{text.strip()}\n" for text in shown).splitlines()] == [
         HEAD,

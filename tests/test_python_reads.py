@@ -1,6 +1,6 @@
-"""Whatever a step's Python reads may change: between epochs a step sees it at once, inside one it is seen or announced.
+"""Values that a step's Python reads may change: between epochs this is seen at once, inside an epoch seen or announced.
 
-The reference is a training that traces every step (`jit_compile=False`), to the bit. Cases are in `python_reads.py`.
+The reference is a training that traces every step (`jit_compile=False`), bit for bit. Cases are in `python_reads.py`.
 """
 
 import warnings
@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.cores(1, 8, quick=False, timeout=600), pytest.mark.soa
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(96, 6)).astype("float32")
 Y = GENERATOR.integers(0, 3, 96)
-STEPS = 12  # an epoch
-VALUE = 3.0  # what replaces 1
+STEPS = 12  # in each epoch
+VALUE = 3.0  # the value that replaces 1
 RANDOM = ["a dropout rate", "a seed inside the step"]  # the host draws other numbers than the device
 ROUNDING = 1e-3  # of an eager step: one case multiplies in bfloat16
 ANNOUNCED = "has changed while steps ran"
@@ -30,7 +30,7 @@ SOME = ["a long list of a closure", "a file", "a numpy view of a tensor on the h
 
 
 class Changing(Callback):
-    """Changes what a step reads, before an epoch or after a batch of the second."""
+    """Changes a value that a step reads, before an epoch or after a batch of the second epoch."""
 
     def __init__(self, change, epoch=None, batch=None):
         self.change, self.epoch, self.batch, self.now = change, epoch, batch, None
@@ -46,7 +46,7 @@ class Changing(Callback):
 
 
 class Sees:
-    """A training of a case: its logs, and what was announced."""
+    """A training of a case: its logs, and the announced changes."""
 
     def __init__(
         self, cores, name, *, few=False, jit_compile="auto", epoch=None, batch=None, loss="cross_entropy", **options
@@ -77,13 +77,13 @@ class Sees:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_change_between_epochs_is_seen_at_once(cores, name):
+def test_a_change_between_epochs_is_seen_immediately(cores, name):
     how = {"validation_data": (X[:32], Y[:32]), "few": True}
     replayed = Sees(cores, name, epoch=2, **how)
     assert replayed.logs == Sees(cores, name, epoch=2, jit_compile=False, **how).logs
     assert replayed.announced == []
     eager = Sees(cores, name, epoch=2, run_eagerly=True, **how)
-    assert eager.logs != Sees(cores, name, run_eagerly=True, **how).logs  # or the case changes nothing
+    assert eager.logs != Sees(cores, name, run_eagerly=True, **how).logs  # otherwise the case changes nothing
     if name not in RANDOM:
         assert all(np.allclose(eager.logs[log], values, rtol=ROUNDING) for log, values in replayed.logs.items())
 
@@ -99,11 +99,12 @@ def test_the_documentation_has_the_table(cores):
     assert table() in (ROOT / "docs" / "pages" / "guides" / "speed.md").read_text()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize(
     "options", [{"steps_per_execution": 3}, {"accumulate_steps": 5}], ids=["joined", "accumulated"]
 )
-def test_joined_steps_and_accumulated_ones(cores, name, options):
+def test_joined_steps_and_accumulated_steps(cores, name, options):
     replayed = Sees(cores, name, epoch=2, **options)
     assert replayed.logs == Sees(cores, name, epoch=2, jit_compile=False, **options).logs and not replayed.announced
     inside = Sees(cores, name, batch=5, **options)
@@ -111,14 +112,14 @@ def test_joined_steps_and_accumulated_ones(cores, name, options):
 
 
 class EachRole(Sees):
-    """Evaluates and predicts several times, and changes what the step reads in between."""
+    """Evaluates and predicts several times, and changes the value in between."""
 
     def use(self, callbacks, **fitting):
         self.logs = []
         for turn in range(4):
             if turn == 2:
                 self.change(self.net, VALUE)
-            # Each pass replays from its second batch on, and has a short one at its end.
+            # Each pass replays from its second batch on, and has a short batch at its end.
             self.logs += [self.model.evaluate(X, Y, 8, verbose=0, cores=self.cores)]
             self.logs += self.model.predict(X, 10, verbose=0).tolist()
 
@@ -130,12 +131,12 @@ def test_evaluate_and_predict(cores, name):
 
 
 class ByBatch(Sees):
-    """Trains by single batches, and changes what the step reads between two of them."""
+    """Trains by single batches, and changes the value between two of them."""
 
     def use(self, callbacks, **fitting):
         self.logs = []
         step, began = 0, perf_counter()
-        # Audits are spaced by the clock: the faster the machine, the more steps are taken until the next one.
+        # The distance of audits depends on the clock: on a faster machine, more steps are taken until the next audit.
         while not any(ANNOUNCED in str(one.message) for one in self.given) and perf_counter() - began < 300:
             if step == 20:
                 self.change(self.net, VALUE)
@@ -143,13 +144,14 @@ class ByBatch(Sees):
             step += 1
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", SOME)
 def test_single_batches(cores, name):
     assert len(ByBatch(cores, name).announced) == 1
 
 
 class TwoFits(Sees):
-    """Fits twice, and changes what the step reads in between; the second goes on in the middle of an epoch."""
+    """Fits twice, and changes the value in between; the second fit resumes in the middle of an epoch."""
 
     def use(self, callbacks, **fitting):
         super().use(callbacks)
@@ -159,6 +161,7 @@ class TwoFits(Sees):
         self.logs = [first, self.logs]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", SOME)
 def test_another_fit(cores, name):
     replayed = TwoFits(cores, name)
@@ -177,7 +180,7 @@ def own_metric(y_pred, y):
 
 
 class OwnMetric(torchmetrics.MeanMetric):
-    """One whose update reads it."""
+    """A metric whose update reads the value."""
 
     def update(self, value, target):
         super().update((value.argmax(1) == target).float() * WEIGHTS[0][250])
@@ -201,8 +204,8 @@ def test_the_python_of_losses_and_metrics(cores, options):
     assert inside.logs == run(batch=6, jit_compile=False).logs or inside.announced
 
 
-def test_a_step_that_counts_out_of_sight_is_traced(cores):
-    """A replay moves no count on, so no audit would see it move: only a look at it does."""
+def test_a_step_with_a_hidden_count_is_traced(cores):
+    """A replay doesn't increase the count, so no audit would see it change: only inspecting the count does."""
     counts, where = [[0] * 300], "a set"
 
     def run(jit_compile):

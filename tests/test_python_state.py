@@ -1,4 +1,4 @@
-"""What a step's Python keeps or draws: a step that depends on it is traced, wherever it hides, and never replayed."""
+"""A step that depends on state in Python, or on random numbers of the host, is traced and never replayed."""
 
 import functools
 import itertools
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def train(extra, callbacks=(), epochs=2, jit_compile="auto"):
-    """Eight steps an epoch. Returns why they were traced, if they were, and what they gave."""
+    """Train eight steps per epoch. Return why they were traced, if they were, and their results."""
     torch.manual_seed(0)
     model = tpufit.Model(Net(extra))
     model.compile("adamw", "cross_entropy", jit_compile=jit_compile)
@@ -107,7 +107,7 @@ COUNTS = [in_an_object, in_a_list, in_a_dict, in_a_host_tensor, in_an_array, in_
 
 
 class Seldom:
-    """Doubles what it is given at every tenth call: a replay would go on as the first two were."""
+    """Doubles its input at every tenth call: a replay would continue like the first two calls."""
 
     def __init__(self, count):
         self.count = count
@@ -118,7 +118,7 @@ class Seldom:
 
 @pytest.mark.parametrize("count", [*COUNTS, in_a_global, in_a_closure], ids=lambda count: count.__name__)
 @pytest.mark.filterwarnings("ignore:the train step is traced anew")
-def test_a_count_is_found_out_wherever_it_is_kept(count):
+def test_a_count_is_detected_in_any_place(count):
     def run(jit_compile):
         return train(Seldom(count() if count is in_a_closure else count), jit_compile=jit_compile)
 
@@ -153,7 +153,7 @@ DRAWS = [numpys_own, numpys_choice, pythons_choice, torchs_on_the_host, a_genera
 
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.filterwarnings("ignore:the train step is traced anew")
-def test_a_branch_on_a_number_drawn_on_the_host_is_found_out(draw):
+def test_a_branch_on_a_random_number_of_the_host_is_detected(draw):
     def seldom(net, h):
         return h * 2 if draw(net) > 0.85 else h
 
@@ -168,7 +168,7 @@ def test_a_branch_on_a_number_drawn_on_the_host_is_found_out(draw):
 
 
 @pytest.mark.filterwarnings("ignore:the train step is traced anew")
-def test_drawing_for_the_data_meanwhile_is_no_draw_of_the_step():
+def test_random_draws_of_data_arent_the_steps():
     class Noisy:
         def __iter__(self):
             for _ in range(200):
@@ -180,20 +180,20 @@ def test_drawing_for_the_data_meanwhile_is_no_draw_of_the_step():
     assert not model.report().traced["train"]
 
 
-def test_numpys_functions_are_its_own_again_afterwards():
+def test_numpys_functions_are_restored():
     before = np.random.rand, np.random.shuffle
     train(lambda net, h: h, epochs=1)
     assert (np.random.rand, np.random.shuffle) == before
 
 
 class Anneal(Callback):
-    """Changes what the module keeps in a dict."""
+    """Changes a value that the module keeps in a dict."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.model.module.options = {"scale": 1 - epoch / 10}
 
 
-def test_what_a_callback_changes_in_a_dict_takes_effect():
+def test_a_callbacks_change_in_a_dict_takes_effect():
     def scaling(net, h):
         return h * net.options["scale"]
 
@@ -252,9 +252,9 @@ def drawn_from(generator):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_facts_differ_where_values_do(one, other):
+def test_facts_differ_if_values_differ(one, other):
     assert facts(one) != facts(other)
-    assert facts(one) == facts(one)  # looking changes nothing
+    assert facts(one) == facts(one)  # inspecting changes nothing
     hash(tuple(facts(one).items()))
 
 
@@ -262,16 +262,18 @@ def test_facts_of_a_whole_data_set_are_few():
     assert len(facts([[[i] * 99 for i in range(99)] for _ in range(99)])) == 10_000
 
 
-def test_facts_of_functions_and_classes_are_the_globals_that_they_name(monkeypatch):
+def test_facts_of_functions_and_classes_are_their_globals(monkeypatch):
     name = f"{__name__}.LEVEL"
     users = type("Users", (), {"method": a_function})
     assert facts(a_function)[name] == facts(users())[name] == 3
     monkeypatch.setitem(globals(), "LEVEL", 4)
     assert facts(a_function)[name] == facts(users())[name] == 4
     function = torch.nn.functional.cross_entropy
-    assert facts(function) == {"it": function.__code__} and facts(nn.Linear) == {}  # a library's own are left alone
+    assert (
+        facts(function) == {"it": function.__code__} and facts(nn.Linear) == {}
+    )  # a library's own globals are ignored
 
 
-def test_a_users_module_whose_name_begins_like_a_librarys_is_the_users():
+def test_a_users_module_named_like_a_library():
     for module, seen in (("torch_utils", True), ("torch.nn.modules.linear", False), ("torchmetrics.mean", False)):
         assert bool(python_state.facts({"it": type("Own", (), {"__module__": module, "scale": 2})})) == seen

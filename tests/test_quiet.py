@@ -1,4 +1,4 @@
-"""What XLA writes into the user's terminal: errors only, unless it is asked for more."""
+"""XLA's output in the user's terminal: only errors, unless the user requests more."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_a_script_is_quiet(run_python, first):
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_an_error_in_a_step_is_all_that_is_said(run_python):
+def test_an_error_in_a_step_is_the_only_output(run_python):
     failing = """
 class Failing(tpufit.Model):
     def train_step(self, batch):
@@ -38,6 +38,6 @@ def test_a_variable_shows_all(run_python):
     assert " external/xla/" in run_python(FIT, env={"TF_CPP_MIN_LOG_LEVEL": "0"}).stderr
 
 
-def test_what_ends_the_process_is_shown(run_python):
+def test_fatal_errors_are_shown(run_python):
     ended = run_python(FIT, env={"XLA_FLAGS": "--xla_no_such_flag=1"})
     assert ended.returncode < 0 and "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1" in ended.stderr

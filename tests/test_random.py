@@ -1,4 +1,4 @@
-"""Seeds: one call seeds everything, and a step's seed depends on nothing but (seed, step)."""
+"""Seeds: one call seeds everything, and a step's seed depends only on (seed, step)."""
 
 import random
 
@@ -19,7 +19,7 @@ def test_one_seed_for_python_numpy_and_torch():
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 32, 1.0, True, None])
-def test_what_is_no_seed(seed):
+def test_an_invalid_seed(seed):
     with pytest.raises(ArgumentError, match="from 0 to"):
         set_random_seed(seed)
 

@@ -1,4 +1,4 @@
-"""`compile(remat=...)`: blocks compute their activations again in the backward pass, and training stays the same."""
+"""`compile(remat=...)`: blocks recompute their activations in the backward pass, and training stays the same."""
 
 import copy
 import functools
@@ -15,12 +15,12 @@ from tpufit.errors import ArgumentError
 
 
 class Block(nn.Module):
-    """All that a repetition may spoil: random numbers, running statistics, keywords, several outputs, autocast."""
+    """What a recomputation may break: random numbers, running statistics, keywords, several outputs, autocast."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 2 * width)
-        # Without a bias: batch norm takes it out again, so that only rounding would train it.
+        # Without a bias: batch norm would remove it, so only rounding would train it.
         self.narrow, self.batch_norm = nn.Linear(2 * width, width, bias=False), nn.BatchNorm1d(width)
         self.dropout = nn.Dropout(0.3)
 
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Shared(nn.Module):
-    """One block called three times, as in ALBERT, with a tensor from outside that trains too."""
+    """One block called three times, as in ALBERT, with an outside tensor that trains too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Shared(nn.Module):
 
 
 class Attending(nn.Module):
-    """Words that attend to each other, with dropout inside of attention, and what is written into a product."""
+    """Words with self-attention, with dropout inside attention, and a write into a product."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Words(nn.Module):
 
 
 class Outside(nn.Module):
-    """A block that is given a tensor by an attribute."""
+    """A block that gets a tensor by an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Outside(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A net whose blocks are computed again because its own code says so, by `torch.utils.checkpoint`."""
+    """A net whose blocks are recomputed by its own code, by `torch.utils.checkpoint`."""
 
     def __init__(self, blocks: nn.ModuleList, **options: object) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def trained(net: nn.Module, cores: int, remat: object, **options: object) -> tuple[dict, dict[str, Tensor], int]:
-    """The logs, weights and number of graphs of a training with an uneven last batch."""
+    """Return the logs, weights and number of graphs of a training with an uneven last batch."""
     tpufit.set_random_seed(1)
     model = tpufit.Model(copy.deepcopy(net))
     model.compile(**({"optimizer": "adamw", "loss": "cross_entropy"} | options), remat=remat)  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def test_training_is_the_same(net: Net, cores: int) -> None:
     assert_same_training(net, cores, True)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.cores(1)
 @pytest.mark.parametrize(
     "options",
@@ -182,7 +182,7 @@ def test_training_is_the_same_by_each_policy(cores: int) -> None:
     assert_same_training(Words(), cores, "attention", "dots", optimizer="sgd")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.cores(8)
 def test_training_is_the_same_with_weights_that_are_split(cores: int) -> None:
     torch.manual_seed(0)
@@ -200,7 +200,7 @@ def test_in_bfloat16_only_rounding_differs(net: Net, cores: int) -> None:
 
 
 @pytest.mark.cores(1)
-def test_the_first_layer_alone(net: Net, cores: int) -> None:
+def test_only_the_first_layer(net: Net, cores: int) -> None:
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Tanh()), nn.Linear(32, 4))
     assert_same_training(mlp, cores, "0")
@@ -238,7 +238,7 @@ def test_a_custom_step_with_two_forward_passes(net: Net, cores: int) -> None:
 
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_of_a_net_change_no_number(cores: int, reentrant: bool) -> None:
+def test_a_nets_checkpoints_change_no_number(cores: int, reentrant: bool) -> None:
     torch.manual_seed(0)
     plain = Checkpointed(dropping())
     again = Checkpointed(copy.deepcopy(plain.blocks), use_reentrant=reentrant)
@@ -273,9 +273,9 @@ def test_checkpoints_of_a_net_whose_weights_are_split(cores: int) -> None:
 
 
 @pytest.mark.cores(1)
-def test_checkpoints_do_to_batch_norms_what_they_do_in_pytorch(cores: int) -> None:
+def test_checkpoints_treat_batch_norms_as_pytorch_does(cores: int) -> None:
     torch.manual_seed(0)
-    # Without a bias before the norm, whose gradient is zero but for rounding.
+    # Without a bias before the norm, whose gradient is zero except for rounding.
     block = nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh())
     net = Checkpointed(nn.ModuleList([block]), use_reentrant=False)
     plain = copy.deepcopy(net)
@@ -316,7 +316,7 @@ def test_a_checkpoint_of_data_alone_trains_nothing_as_in_pytorch(cores: int) -> 
 
 
 @pytest.mark.cores(1)
-def test_a_checkpoint_that_keeps_what_its_context_says(cores: int) -> None:
+def test_a_checkpoint_with_a_selective_context(cores: int) -> None:
     context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
     net = Checkpointed(dropping(), use_reentrant=False, context_fn=context)
     plain = Checkpointed(copy.deepcopy(net.blocks))
@@ -334,8 +334,12 @@ def test_eagerly_it_changes_nothing(net: Net, cores: int) -> None:
 @pytest.mark.parametrize(
     ("remat", "net", "words"),
     [
-        (True, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "finds none: name them, as in remat=\\['0'\\]"),
-        ("dots", nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "finds none: name them, as in remat=\\{'0': 'dots'\\}"),
+        (True, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "finds none: name the blocks, as in remat=\\['0'\\]"),
+        (
+            "dots",
+            nn.Sequential(nn.Linear(2, 2), nn.Tanh()),
+            "finds none: name the blocks, as in remat=\\{'0': 'dots'\\}",
+        ),
         ("dotz", nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "no such module, and is no policy \\(attention, dots"),
         ({"0": "dotz"}, nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "policies are 'attention', .*, got 'dotz'"),
         ({"0": ["dots"]}, nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "policies are 'attention', .*, got \\['dots'\\]"),
@@ -345,7 +349,7 @@ def test_eagerly_it_changes_nothing(net: Net, cores: int) -> None:
         ([nn.Linear(2, 2)], nn.Linear(2, 2), "must be None, True, 'attention'"),
     ],
 )
-def test_what_it_cannot_find_is_an_error(remat: object, net: nn.Module, words: str) -> None:
+def test_missing_blocks_are_an_error(remat: object, net: nn.Module, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         tpufit.Model(net).compile("sgd", "mse", remat=remat)  # type: ignore[arg-type]
 

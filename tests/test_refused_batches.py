@@ -1,4 +1,4 @@
-"""A batch that the module or the loss can't take is one clear error, and training goes on with the right data."""
+"""An invalid batch gives a clear error, and training continues with valid data."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def test_rows_of_another_width(cores, eagerly):
         lambda x: F.cross_entropy(x, x.long()[:, :2]),
     ],
 )
-def test_shapes_that_do_not_fit_end_no_process(cores, misfit):
+def test_mismatched_shapes_dont_end_the_process(cores, misfit):
     class Misfit(Net):
         def forward(self, x):
             misfit(x)
@@ -88,7 +88,7 @@ def test_shapes_that_do_not_fit_end_no_process(cores, misfit):
         fit(model, cores)
 
 
-def test_a_module_that_fails_by_itself_is_named_and_other_errors_are_left_alone(cores):
+def test_a_failing_module_is_named_and_other_errors_pass(cores):
     class Joining(Net):
         def forward(self, x):
             if wrong is not None:
@@ -109,13 +109,13 @@ def test_a_module_that_fails_by_itself_is_named_and_other_errors_are_left_alone(
     [
         (
             {"a": X, "b": X},
-            r"x is a dict of 'a' and 'b', and Net.forward\(x\) names none of these, so it is given the",
+            r"x is a dict of 'a' and 'b', and Net.forward\(x\) names none of the keys, so it gets the",
         ),
         ((X, X), r"x is a tuple of 2, so the module is called as Net\(..., ...\), but its forward takes \(x\)"),
     ],
     ids=["dict", "tuple"],
 )
-def test_arguments_that_the_module_does_not_take(cores, x, says):
+def test_arguments_that_the_module_doesnt_accept(cores, x, says):
     model = compiled()
     with pytest.raises(BatchError, match=says) as refusal:
         fit(model, cores, x)
@@ -143,7 +143,7 @@ def test_targets_that_the_loss_cannot_take(cores, loss, wrong, says):
     assert np.isfinite(fit(model, cores, X, right)).all()
 
 
-def test_shares_of_classes_are_targets_too(cores):
+def test_class_probabilities_are_valid_targets(cores):
     shares = np.eye(3, dtype="float32")[Y] * 0.9 + 0.1 / 3
     torch.manual_seed(0)
     expected = F.cross_entropy(Net()(torch.from_numpy(X)), torch.from_numpy(shares)).item()
@@ -157,7 +157,7 @@ def test_data_without_rows(cores):
     for data, says in [
         (DataLoader(nothing, 4), "x is empty: the loader has no batches"),
         (nothing, "x is empty: it has no rows"),
-        ([], "x gave no batches"),
+        ([], "x yielded no batches"),
     ]:
         for run in (model.fit, model.evaluate, model.predict):
             with pytest.raises(DataError, match=says):
@@ -173,7 +173,7 @@ def test_data_without_rows(cores):
     assert np.isfinite(fit(model, cores)).all()
 
 
-def test_parts_of_a_batch_that_only_a_step_of_ones_own_knows_are_no_labels(cores):
+def test_parts_for_a_custom_step_arent_labels(cores):
     class Four(tpufit.Model):
         def train_step(self, batch):
             x, number, scale, y = batch
@@ -212,7 +212,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("batches", "says"), REFUSED.values(), ids=REFUSED)
-def test_batches_that_hold_no_numbers_or_no_dense_ones(cores, batches, says):
+def test_batches_without_dense_numbers(cores, batches, says):
     model = compiled()
     for data in (batches, iter(batches)):
         with pytest.raises(BatchError, match=says) as refusal:
@@ -260,12 +260,12 @@ def test_dtypes_that_pytorch_refuses(cores, layer, dtype, precision):
     net = nn.Sequential(Double(), net) if dtype == "float64" else net
     model = tpufit.Model(net)
     model.compile("sgd", lambda pred, y: (pred[0] if isinstance(pred, tuple) else pred).mean(), precision=precision)
-    with pytest.raises(BatchError, match="Give it rows of the dtype that its weights have"):
+    with pytest.raises(BatchError, match="Give it rows in the dtype of its weights"):
         model.fit(x.astype(dtype), np.zeros(16), 16 // cores, verbose=0, cores=cores)
 
 
 class Double(nn.Module):
-    """What the data never are: they come as float32."""
+    """Never a dtype of the data, which are sent as float32."""
 
     def forward(self, x):
         return x.double()
@@ -343,3 +343,27 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return x * self.scale
+
+
+class Products(nn.Module):
+    """Uses its weights in an operation for which XLA needs equal dtypes."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self.compute, self.weight, self.bias = compute, nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.compute(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [lambda x, weight, bias: torch.addmm(bias, x, weight), lambda x, weight, bias: torch.cdist(x, weight.t()) + bias],
+    ids=["addmm", "cdist"],
+)
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_rows_beside_weights_in_bfloat16(cores, compute, run_eagerly):
+    model = tpufit.Model(Products(compute).bfloat16())
+    model.compile("sgd", "mse", run_eagerly=run_eagerly)
+    with pytest.raises(BatchError, match="weights.*compile\\(..., precision='bf16-true'\\) makes both bfloat16"):
+        model.fit(torch.ones(16, 4), torch.ones(16, 2), 16 // cores, verbose=0, cores=cores)

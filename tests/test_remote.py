@@ -1,4 +1,4 @@
-"""Folders behind URLs: checkpoints, logs and caches go there and come back, whole or not at all."""
+"""Folders behind URLs: checkpoints, logs and caches are stored and read back, completely or not at all."""
 
 import csv
 import errno
@@ -19,8 +19,8 @@ from torch import nn
 import tpufit
 from tpufit.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, TensorBoard
 from tpufit.checkpoint.directory import CheckpointDirectory
+from tpufit.checkpoint.find_checkpoint import read_checkpoint_at
 from tpufit.checkpoint.format import Checkpoint
-from tpufit.checkpoint.resume import named_checkpoint
 from tpufit.data import CachedDataset, presize
 from tpufit.errors import ArgumentError, CheckpointDamagedError, CheckpointMissingError, CheckpointNotWrittenError
 from tpufit.utils.urls import Mirror, Url
@@ -30,7 +30,7 @@ X, Y = torch.randn(48, 4), torch.randint(0, 2, (48,))
 
 @cache
 def s3_server():
-    """A server of S3's protocol, as long as this process runs: s3fs remembers where it is."""
+    """A server of S3's protocol, which runs as long as this process: s3fs remembers its address."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(port=0)
@@ -93,7 +93,7 @@ class Stopped(tpufit.callbacks.Callback):
 
 
 @pytest.mark.cores(1)
-def test_a_training_goes_on_from_a_url(cores, place):
+def test_a_training_resumes_from_a_url(cores, place):
     logs = CSVLogger(f"{place}/logs/log.csv"), TensorBoard(f"{place}/board")
     whole = fit(ModelCheckpoint(f"{place}/whole", monitor="loss"))
     with pytest.raises(tpufit.errors.CallbackError, match="broken off"):
@@ -132,11 +132,11 @@ def test_models_and_weights(cores, place):
         other.load_weights(f"{place}/weights/3.safetensors")
 
 
-def test_a_checkpoint_counts_once_its_manifest_is_there(place):
+def test_a_checkpoint_exists_once_its_manifest_does(place):
     run = CheckpointDirectory(place, keep_last=2)
     for step in (1, 2):
         run.write(checkpoint(step))
-    (Url(place) / "step-0000000002/manifest.json").remove()  # as if it had been broken off
+    (Url(place) / "step-0000000002/manifest.json").remove()  # as if interrupted
     assert run.steps() == [1] and run.newest().step == 1
     with pytest.warns(UserWarning, match="dropped from .*: step-0000000002"):
         run.open()
@@ -146,7 +146,7 @@ def test_a_checkpoint_counts_once_its_manifest_is_there(place):
 
 
 class Breaking(MemoryFileSystem):
-    """A file system that takes a number of files, and then no more."""
+    """A file system that accepts a number of files, and then fails."""
 
     protocol = "breaking"
     cachable = False
@@ -159,7 +159,7 @@ class Breaking(MemoryFileSystem):
         super().put_file(*args, **options)
 
 
-def test_a_checkpoint_is_there_until_the_one_that_replaces_it_is():
+def test_a_checkpoint_exists_until_it_is_replaced():
     register_implementation("breaking", Breaking, clobber=True)
     url = f"breaking://{uuid4().hex}"
     run, files = CheckpointDirectory(url), 4
@@ -188,7 +188,7 @@ def test_a_manifest_that_names_files_elsewhere_is_damaged(tmp_path, path):
     manifest = json.loads((where / "manifest.json").read_text())
     manifest["files"]["model.safetensors"]["path"] = path
     (where / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointDamagedError, match="must lie beside it"):
+    with pytest.raises(CheckpointDamagedError, match="must be in its folder"):
         CheckpointDirectory(tmp_path).newest()
 
 
@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_named_by_its_url(place):
     with pytest.raises(CheckpointDamagedError, match=f"{place}/step-0000000001/state.json is damaged"):
         run.newest()
     with pytest.raises(CheckpointMissingError, match="there is no checkpoint"):
-        named_checkpoint(f"{place}/none")
+        read_checkpoint_at(f"{place}/none")
 
 
 def test_a_cache_is_copied_once(place, tmp_path):
@@ -224,19 +224,19 @@ def test_images_behind_a_url(place, tmp_path):
     assert any(name.endswith("meta.json") for name in Url(f"{place}/small").sizes())
 
 
-def test_a_url_that_nothing_knows():
+def test_an_unknown_url():
     with pytest.raises(ArgumentError, match="nowhere://.*install its fsspec library"):
         ModelCheckpoint("nowhere://bucket/run")
 
 
-def test_a_library_that_is_missing(monkeypatch):
+def test_a_missing_library(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
     with pytest.raises(ArgumentError, match=r"pip install 'tpufit\[gcs\]'"):
         Url("gs://bucket/run")
 
 
 @pytest.mark.soak
-def test_hosts_whose_disks_are_their_own_go_on_from_a_url(tmp_path):
+def test_hosts_with_separate_disks_resume_from_a_url(tmp_path):
     from pods import Pod
     from test_pod_together import COMMON, said
 
@@ -255,7 +255,7 @@ json.dump([model.steps_taken, [v.tolist() for v in model.state_dict().values()]]
 
 
 @pytest.mark.soak
-def test_a_training_goes_on_from_the_hub(run_python):
+def test_a_training_resumes_from_the_hub(run_python):
     pytest.importorskip("huggingface_hub")
     from hub_server import Hub
 

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: to the bit what a training gives that was never broken off."""
+"""Resuming from a checkpoint gives the same results as an uninterrupted training, bit for bit."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import tpufit
 from tpufit.callbacks import BackupAndRestore, Callback, CSVLogger, EarlyStopping, ModelCheckpoint
 from tpufit.checkpoint import CheckpointDirectory, read
-from tpufit.checkpoint.store import sealed
+from tpufit.checkpoint.store import seal
 from tpufit.errors import (
     ArgumentError,
     CallbackError,
@@ -30,13 +30,13 @@ from tpufit.utils.random import RNGState
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600)
 
-ROWS, BATCH, EPOCHS = 120, 32, 3  # four batches an epoch, the last one short
+ROWS, BATCH, EPOCHS = 120, 32, 3  # four batches in each epoch, the last is short
 X = torch.from_numpy(np.random.default_rng(0).normal(size=(ROWS, 8)).astype(np.float32))
 Y = (X.sum(1) > 0).long() + (X[:, 0] > 1).long()
 
 
 class Noise(nn.Dropout):
-    """Draws random numbers where it is evaluated, too."""
+    """Draws random numbers in evaluations too."""
 
     def forward(self, x):
         return nn.functional.dropout(x, self.p)
@@ -59,7 +59,7 @@ class StopAt(Callback):
 
 
 class Noisy(Dataset):
-    """Rows with noise from NumPy's and PyTorch's global generators, as an augmentation draws it."""
+    """Rows with noise from NumPy's and PyTorch's global generators, as in an augmentation."""
 
     def __len__(self):
         return ROWS
@@ -75,7 +75,7 @@ class NoisyStream(IterableDataset):
 
 
 class Warm(Callback):
-    """A callback with a state of its own: a rate that grows with the batches that it has seen."""
+    """A callback with state: its rate grows with each batch."""
 
     seen = 0
 
@@ -125,7 +125,7 @@ COMPILE = {
 
 
 def trained(cores, data, options, folder=None, stop=None, resume=False, epochs=EPOCHS, seed=11, extra=(), **fit):
-    """Train a new model. Returns what must be equal to the bit."""
+    """Train a new model. Return what must be equal bit for bit."""
     tpufit.set_random_seed(seed)
     model = tpufit.Model(net())
     model.compile(loss="cross_entropy", scale_lr=None, **options)
@@ -153,7 +153,7 @@ def trained(cores, data, options, folder=None, stop=None, resume=False, epochs=E
 
 @functools.cache
 def uninterrupted(cores, data, options):
-    """What several tests compare with."""
+    """The reference of several tests."""
     return trained(cores, data, COMPILE[options])
 
 
@@ -186,12 +186,12 @@ def assert_equal(one, other):
     ],
 )
 @pytest.mark.filterwarnings("ignore:x ran out of data")
-def test_broken_off_and_gone_on_with(cores, tmp_path, data, options, stop):
+def test_interrupted_and_resumed(cores, tmp_path, data, options, stop):
     expected = uninterrupted(cores, data, options)
     with pytest.raises(SystemExit) as left:
         trained(cores, data, COMPILE[options], tmp_path, stop=stop)
     assert left.value.code == 143
-    # What the process has otherwise drawn, and what it was seeded with, doesn't matter any more.
+    # The process's other random draws and its seed don't matter after resuming.
     assert_equal(trained(cores, data, COMPILE[options], tmp_path, resume=True, seed=99), expected)
 
 
@@ -201,7 +201,7 @@ def test_saving_changes_nothing(cores, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["validation", "epoch end"])
-def test_broken_off_between_two_epochs(cores, tmp_path, where):
+def test_interrupted_between_two_epochs(cores, tmp_path, where):
     ended = []
 
     class Stop(Callback):
@@ -229,7 +229,7 @@ def test_broken_off_between_two_epochs(cores, tmp_path, where):
     assert ended == [(epoch, True) for epoch in range(EPOCHS)]
 
 
-def test_ctrl_c_finishes_the_step_and_the_same_model_goes_on(cores, tmp_path):
+def test_ctrl_c_finishes_the_step_and_the_model_continues(cores, tmp_path):
     expected = uninterrupted(cores, "arrays", "adamw")
     tpufit.set_random_seed(11)
     model = tpufit.Model(net())
@@ -244,7 +244,7 @@ def test_ctrl_c_finishes_the_step_and_the_same_model_goes_on(cores, tmp_path):
     checkpoint = ModelCheckpoint(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         model.fit(**fit, callbacks=[Warm(), checkpoint, Count(), StopAt(6, signal.SIGINT)])
-    assert len(steps) == 6  # the step that was under way is the last one: the delay is one step
+    assert len(steps) == 6  # the current step is the last: the delay is one step
     assert checkpoint.checkpoints.run.steps() == [4, 6]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     model.fit(**fit, callbacks=[Warm(), checkpoint], resume=True)
@@ -259,14 +259,14 @@ def test_a_signal_ends_the_wait_for_data_too(cores, tmp_path, monkeypatch, accum
     options = COMPILE["adamw"] | {"accumulate_steps": accumulate}
 
     def tell_one_thread():
-        # As the system does while a profiler has stopped the main thread, which then sleeps on.
+        # As the system does while a profiler has stopped the main thread, which then stays asleep.
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
     def tell_the_process():
         os.kill(os.getpid(), signal.SIGTERM)
 
     class Stuck(Noisy):
-        """The data hang after some rows, and the process is told to end meanwhile."""
+        """The data hang after some rows, and the process gets SIGTERM then."""
 
         def __init__(self, rows):
             self.left = rows
@@ -276,7 +276,7 @@ def test_a_signal_ends_the_wait_for_data_too(cores, tmp_path, monkeypatch, accum
             if self.left < 0:
                 threading.Timer(0.5, tell_the_process if accumulate == 1 else tell_one_thread).start()
                 time.sleep(60)
-                raise TimeoutError  # in a thread that nobody listens to any more: it must not draw anything
+                raise TimeoutError  # in a thread that nobody reads any more: it must not draw anything
             return super().__getitem__(i)
 
     expected = trained(cores, "samples", options)
@@ -308,19 +308,19 @@ def test_a_signal_right_before_the_first_wait_ends_it(cores, monkeypatch):
     over.set()
 
 
-def test_max_time_goes_on_in_the_middle_of_the_epoch(cores, tmp_path):
+def test_max_time_resumes_in_the_middle_of_the_epoch(cores, tmp_path):
     class Late(Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 2:
                 time.sleep(0.3)
 
     expected = uninterrupted(cores, "arrays", "adamw")
-    # The first step compiles, which takes longer than this: it is broken off after it.
+    # The first step compiles, which takes longer than this: training ends after it.
     trained(cores, "arrays", COMPILE["adamw"], tmp_path, extra=[Late()], max_time=0.001)
     assert_equal(trained(cores, "arrays", COMPILE["adamw"], tmp_path, resume=True), expected)
 
 
-def test_early_stopping_stops_where_it_would_have(cores, tmp_path):
+def test_early_stopping_stops_at_the_same_epoch(cores, tmp_path):
     def run(**options):
         stopping = EarlyStopping("loss", patience=2, min_delta=10.0, restore_best_weights=True)
         result = trained(cores, "arrays", COMPILE["adamw"], epochs=9, extra=[stopping], **options)
@@ -332,11 +332,11 @@ def test_early_stopping_stops_where_it_would_have(cores, tmp_path):
     resumed, same = run(folder=tmp_path, resume=True)
     assert epoch == same == 2
     assert_equal(resumed, expected)
-    again, _ = run(folder=tmp_path, resume=True)  # it had come to its end
+    again, _ = run(folder=tmp_path, resume=True)  # training was complete
     assert again[2][0] == expected[2][0]
 
 
-def test_backup_and_restore_goes_on_by_itself_and_is_gone_in_the_end(cores, tmp_path):
+def test_backup_and_restore_resumes_and_is_deleted(cores, tmp_path):
     expected = uninterrupted(cores, "arrays", "adamw")
     with pytest.raises(SystemExit):
         trained(cores, "arrays", COMPILE["adamw"], extra=[BackupAndRestore(tmp_path)], stop=7)
@@ -346,7 +346,7 @@ def test_backup_and_restore_goes_on_by_itself_and_is_gone_in_the_end(cores, tmp_
 
 
 @pytest.mark.parametrize(("save_freq", "kept"), [("epoch", 4), (1, 6)])  # the batch with the error is trained again
-def test_a_backup_outlives_an_error_and_the_next_fit_goes_on_from_it(cores, tmp_path, save_freq, kept):
+def test_a_backup_survives_an_error_and_is_resumed(cores, tmp_path, save_freq, kept):
     class Faulty(Callback):
         batches = 0
 
@@ -364,7 +364,7 @@ def test_a_backup_outlives_an_error_and_the_next_fit_goes_on_from_it(cores, tmp_
     assert not list(tmp_path.glob("new/step-*"))
 
 
-def test_an_error_of_a_callback_keeps_what_was_done(cores, tmp_path):
+def test_a_callbacks_error_keeps_completed_steps(cores, tmp_path):
     class Faulty(Callback):
         def on_train_batch_end(self, batch, logs=None):
             if self.armed and batch == 2:
@@ -381,7 +381,7 @@ def test_an_error_of_a_callback_keeps_what_was_done(cores, tmp_path):
     assert_equal(trained(cores, "arrays", COMPILE["adamw"], **options), expected)
 
 
-def test_metrics_that_keep_the_same_batches_are_saved_in_the_middle_of_an_epoch(cores, tmp_path):
+def test_metrics_that_share_batches_are_saved_within_an_epoch(cores, tmp_path):
     def trained(**options):
         torch.manual_seed(0)
         model = tpufit.Model(nn.Linear(8, 3))
@@ -397,7 +397,7 @@ def test_metrics_that_keep_the_same_batches_are_saved_in_the_middle_of_an_epoch(
     assert trained(resume=tmp_path / "step-0000000006", callbacks=[again]) == expected  # from within the second epoch
 
 
-def test_the_best_and_a_named_one(cores, tmp_path):
+def test_resuming_from_the_best_or_a_named_checkpoint(cores, tmp_path):
     tpufit.set_random_seed(0)
     model = tpufit.Model(net())
     model.compile("adamw", "cross_entropy")
@@ -414,12 +414,12 @@ def test_the_best_and_a_named_one(cores, tmp_path):
     for resume, epoch in (("best", best), (tmp_path / "step-0000000008", 1), (tmp_path, 3)):
         again = tpufit.Model(net())
         again.compile("adamw", "cross_entropy")
-        again.fit(**fit, epochs=1, callbacks=[checkpoint], resume=resume)  # nothing is left to do
+        again.fit(**fit, epochs=1, callbacks=[checkpoint], resume=resume)  # nothing remains to be done
         for name, value in again.state_dict().items():
             np.testing.assert_array_equal(value.numpy(), weights[epoch][name].numpy(), err_msg=name)
 
 
-def test_no_epoch_is_left_of_a_training_that_broke_off_in_a_later_one(cores, tmp_path):
+def test_no_epochs_remain_after_a_later_interruption(cores, tmp_path):
     tpufit.set_random_seed(0)
     model = tpufit.Model(net())
     model.compile("adamw", "cross_entropy", scale_lr=None)
@@ -434,7 +434,7 @@ def test_no_epoch_is_left_of_a_training_that_broke_off_in_a_later_one(cores, tmp
         np.testing.assert_array_equal(value.numpy(), model.state_dict()[name].numpy(), err_msg=name)
 
 
-def test_what_does_not_fit_is_said_before_anything_is_compiled(cores, tmp_path):
+def test_mismatches_are_errors_before_the_first_compilation(cores, tmp_path):
     fit = {**arrays(cores), "cores": cores, "verbose": 0}
     with pytest.raises(SystemExit):
         trained(cores, "arrays", COMPILE["adamw"], tmp_path, stop=6)
@@ -459,7 +459,7 @@ def test_what_does_not_fit_is_said_before_anything_is_compiled(cores, tmp_path):
         resumed(batch_size=2 * BATCH // cores)
     with pytest.raises(CheckpointMissingError, match="does not exist"):
         resumed(resume=tmp_path / "elsewhere")
-    with pytest.raises(ArgumentError, match=r"resume=True looks for checkpoints where a callback keeps them"):
+    with pytest.raises(ArgumentError, match=r"resume=True looks for the checkpoints of a callback"):
         tpufit_model = tpufit.Model(net())
         tpufit_model.compile("adamw", "cross_entropy")
         tpufit_model.fit(**fit, resume=True)
@@ -474,7 +474,7 @@ def test_what_does_not_fit_is_said_before_anything_is_compiled(cores, tmp_path):
         *(pytest.param(*case, marks=pytest.mark.soak) for case in [("arrays", 1), ("samples", 3), ("stream", 1)]),
     ],
 )
-def test_the_next_epoch_has_nothing_of_the_one_that_was_left(cores, tmp_path, data, accumulate):
+def test_the_next_epoch_has_no_state_of_the_skipped_epoch(cores, tmp_path, data, accumulate):
     def trained(*callbacks, weights=None, draws=None, **options):
         tpufit.set_random_seed(11)
         model = tpufit.Model(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)))
@@ -501,17 +501,17 @@ def test_the_next_epoch_has_nothing_of_the_one_that_was_left(cores, tmp_path, da
         np.testing.assert_array_equal(left[name].numpy(), value.numpy(), err_msg=name)
 
 
-def test_another_number_of_cores_is_no_fault_but_is_said(cores, tmp_path):
+def test_another_number_of_cores_is_reported(cores, tmp_path):
     with pytest.raises(SystemExit):
         trained(cores, "arrays", COMPILE["adamw"], tmp_path, stop=6)
     manifest = tmp_path / "step-0000000006" / "manifest.json"
-    manifest.write_text(sealed(json.loads(manifest.read_text()) | {"mesh": {"cores": 4}}))
-    with pytest.warns(UserWarning, match=rf"going on from step 6 is not bit-exact: cores: 4 -> {cores}"):
+    manifest.write_text(seal(json.loads(manifest.read_text()) | {"mesh": {"cores": 4}}))
+    with pytest.warns(UserWarning, match=rf"resuming from step 6 is not bit-exact: cores: 4 -> {cores}"):
         trained(cores, "arrays", COMPILE["adamw"], tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("stop", [6, 9])  # in the middle of the second epoch and of the third
-def test_each_epoch_is_a_row_however_often_it_was_broken_off(cores, tmp_path, stop):
+@pytest.mark.parametrize("stop", [6, 9])  # in the middle of the second and the third epoch
+def test_each_epoch_is_one_row_after_interruptions(cores, tmp_path, stop):
     def logger():
         return CSVLogger(tmp_path / "log.csv", append=True)
 
@@ -523,7 +523,7 @@ def test_each_epoch_is_a_row_however_often_it_was_broken_off(cores, tmp_path, st
     assert rows == ["epoch", "7", "0", "1", "2"]
 
 
-def test_a_fit_in_a_fit_leaves_the_outer_ones_folder_locked(cores, tmp_path):
+def test_a_nested_fit_keeps_the_outer_folder_locked(cores, tmp_path):
     outer = ModelCheckpoint(tmp_path)
     refused = []
 
@@ -544,7 +544,7 @@ def test_a_fit_in_a_fit_leaves_the_outer_ones_folder_locked(cores, tmp_path):
     CheckpointDirectory(tmp_path).open()
 
 
-def test_a_rate_is_scaled_once_however_often_it_is_resumed(cores, tmp_path):
+def test_a_rate_is_scaled_once_over_several_resumes(cores, tmp_path):
     for epochs in (1, 2, 3):
         model = tpufit.Model(net())
         model.compile(lambda p: torch.optim.SGD(p, 0.01), "cross_entropy", scale_lr="linear")
@@ -554,7 +554,7 @@ def test_a_rate_is_scaled_once_however_often_it_is_resumed(cores, tmp_path):
         assert model.learning_rate == pytest.approx(0.01 * cores)
 
 
-def test_a_model_that_was_saved_is_loaded_whole(cores, tmp_path):
+def test_a_saved_model_is_loaded_completely(cores, tmp_path):
     tpufit.set_random_seed(0)
     model = tpufit.Model(net())
     model.compile("adamw", "cross_entropy", metrics=["accuracy"], scale_lr=None, use_ema=True)
@@ -574,6 +574,37 @@ def test_a_model_that_was_saved_is_loaded_whole(cores, tmp_path):
         np.testing.assert_array_equal(value.numpy(), model.state_dict()[name].numpy(), err_msg=name)
 
 
+class Scored(tpufit.callbacks.Callback):
+    """Gives each epoch a score, the second the highest, and keeps its weights."""
+
+    def __init__(self):
+        self.weights = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["score"] = [1.0, 3.0, 2.0][epoch]
+        self.weights.append(self.model.state_dict())
+
+
+def test_the_newest_and_the_best_of_a_run_are_loaded(cores, tmp_path):
+    model, scored = tpufit.Model(net()), Scored()
+    model.compile("adamw", "cross_entropy", scale_lr=None)
+    keeps = ModelCheckpoint(tmp_path / "run", monitor="score", mode="max", keep_last=1)
+    model.fit(**arrays(cores), cores=cores, verbose=0, epochs=3, callbacks=[scored, keeps])
+    for which, epoch in (("newest", 2), ("best", 1)):
+        again = tpufit.load(tmp_path / "run", net(), which=which)
+        assert again.steps_taken == model.steps_taken * (epoch + 1) // 3
+        for name, value in again.state_dict().items():
+            assert torch.equal(value, scored.weights[epoch][name]), name
+    one = next((tmp_path / "run").glob("step-*"))
+    with pytest.raises(ArgumentError, match="which='best' chooses among a run's checkpoints"):
+        tpufit.load(one, net(), which="best")
+    with pytest.raises(ArgumentError, match="which must be"):
+        tpufit.load(tmp_path / "run", net(), which="last")
+    model.fit(**arrays(cores), cores=cores, verbose=0, callbacks=[ModelCheckpoint(tmp_path / "plain")])
+    with pytest.raises(CheckpointMissingError, match="no checkpoint in .*plain has a metric"):
+        tpufit.load(tmp_path / "plain", net(), which="best")
+
+
 def test_a_model_with_objects_is_compiled_by_its_user(cores, tmp_path):
     tpufit.set_random_seed(0)
     options = {"optimizer": "adamw", "loss": nn.CrossEntropyLoss(label_smoothing=0.1), "scale_lr": None}
@@ -588,3 +619,44 @@ def test_a_model_with_objects_is_compiled_by_its_user(cores, tmp_path):
     again.fit(**fit, epochs=1, resume=tmp_path / "model")
     for name, value in again.state_dict().items():
         np.testing.assert_array_equal(value.numpy(), model.state_dict()[name].numpy(), err_msg=name)
+
+
+class CountsThere(torch.optim.Optimizer):
+    """Counts its steps in a tensor that its first step creates on the device."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("step", torch.zeros((), device=parameter.device)).add_(1)
+                parameter.addcdiv_(parameter.grad, 1 + 0.1 * state["step"], value=-group["lr"])
+
+
+@pytest.mark.parametrize("way", ["resume", "to_cpu"])
+def test_a_count_on_the_device_is_restored_there(cores, tmp_path, way):
+    fit = {"x": X, "y": Y, "batch_size": 16 // cores, "cores": cores, "verbose": 0}
+
+    def made():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(X.shape[1], 8), nn.Tanh(), nn.Linear(8, 3))
+        model = tpufit.Model(net)
+        model.compile(CountsThere(net.parameters()), "cross_entropy", scale_lr=None)
+        return model
+
+    expected, model = made(), made()
+    expected.fit(**fit, epochs=4)
+    model.fit(**fit, epochs=2, callbacks=[ModelCheckpoint(tmp_path)])
+    if way == "to_cpu":
+        model.to_cpu()
+        model.fit(**fit, epochs=4, initial_epoch=2)
+    else:
+        model = made()
+        model.fit(**fit, epochs=4, callbacks=[ModelCheckpoint(tmp_path)], resume=True)
+    states = [one.optimizer.state[one.module[0].weight]["step"] for one in (expected, model)]
+    assert states[0].device == states[1].device and float(states[0]) == float(states[1])
+    if way == "resume":  # the other data set has another order of rows
+        assert all(map(torch.equal, expected.state_dict().values(), model.state_dict().values()))

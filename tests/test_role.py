@@ -22,7 +22,7 @@ def make():
     return model
 
 
-def test_it_outlives_its_passes_and_later_ones_find_its_graphs(cores):
+def test_a_role_outlives_its_passes_and_keeps_its_graphs(cores):
     model = make()
     model.fit(X, Y, 8, verbose=0, validation_data=(X, Y), cores=cores)
     roles = engine_of(model).roles
@@ -37,7 +37,7 @@ def test_it_outlives_its_passes_and_later_ones_find_its_graphs(cores):
     assert first["predict"][1] is roles["predict"].program is None
 
 
-def test_tensors_that_move_make_its_program_void_and_leave_its_logs(cores):
+def test_moved_tensors_reset_the_program_and_keep_logs(cores):
     model = make()
     model.fit(X, Y, 8, verbose=0, cores=cores)
     logs = model.get_metrics_result()
@@ -76,16 +76,16 @@ class PredictsInside(tpufit.callbacks.Callback):
             self.inside = False
 
 
-def test_a_pass_inside_of_another_leaves_it_its_transform(cores):
+def test_a_nested_pass_keeps_the_outer_transform(cores):
     model, plain = make(), make()
     expected = plain.predict(2 * X, 4, verbose=0, cores=cores)
     model.predict(Doubled(), 4, verbose=0, cores=cores)
-    model.predict(X, 4, verbose=0)  # so that both graphs are there, to be replayed
+    model.predict(X, 4, verbose=0)  # so that both graphs exist, and can be replayed
     found = model.predict(Doubled(), 4, verbose=0, callbacks=[PredictsInside()])
     torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(expected))
 
 
-def test_each_has_keys_of_its_own(cores):
+def test_each_role_has_its_own_keys(cores):
     model = make()
     model.fit(X, Y, 8, verbose=0, cores=cores)
     model.evaluate(X, Y, 8, verbose=0)

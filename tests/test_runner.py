@@ -1,4 +1,4 @@
-"""The steps of one pass: started one after another, and counted."""
+"""The steps of a pass are started one after another, and counted."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 import tpufit
 from tpufit import runtime
 from tpufit.errors import LabelError
-from tpufit.step.batch import joined
+from tpufit.step.batch import join_groups
 from tpufit.step.runner import StepRunner
 
 pytestmark = pytest.mark.cores(1, 8, quick=True)
@@ -20,7 +20,7 @@ BATCHES = list(zip(X, Y, strict=True))
 
 
 class Noisy(nn.Module):
-    """Adds noise, also where it is evaluated."""
+    """Adds noise, in evaluations too."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Noisy(nn.Module):
 
 
 def engine(cores, net=None, **arguments):
-    """The engine of a model that is compiled, on its cores."""
+    """The engine of a compiled model, on its cores."""
     torch.manual_seed(0)
     model = tpufit.Model(nn.Linear(4, 3) if net is None else net)
     model.compile(loss="cross_entropy", scale_lr=None, **{"optimizer": "sgd"} | arguments)
@@ -40,7 +40,7 @@ def engine(cores, net=None, **arguments):
 
 
 def run_over(run, batches, each=1):
-    """Run a step for each batch, so many in a graph; return what they return."""
+    """Run a step for each batch, several in a graph; return the results."""
     found = []
     for first in range(0, len(batches), each):
         for group in run.send(batches[first : first + each]):
@@ -51,17 +51,17 @@ def run_over(run, batches, each=1):
 def test_steps_are_started_one_after_another(cores):
     own = engine(cores)
     run = StepRunner(own, "train")
-    run_over(run, BATCHES[:2])  # the second finds what the first has captured
+    run_over(run, BATCHES[:2])  # the second run finds the graphs of the first
     before = runtime.counts()
     run_over(run, BATCHES[2:])
     spent = runtime.counts() - before
-    assert not spent.graphs and set(spent.waits) <= {"throttle"}  # which holds back, see test_in_flight.py
+    assert not spent.graphs and set(spent.waits) <= {"throttle"}  # which keeps the host back, see test_in_flight.py
     assert (run.tally.steps, run.tally.batches, run.tally.rows) == (5, 5, 5 * ROWS)
     assert (own.state.numbers.step, own.state.numbers.rows_seen) == (5, 5 * ROWS)
-    assert own.latest is own.roles["train"] and not run.inside and not run.on_host
+    assert own.latest is own.roles["train"] and not run.inside and not run.eager
 
 
-def test_evaluations_count_rows_but_no_step_of_training(cores):
+def test_evaluations_count_rows_but_no_training_steps(cores):
     net = nn.Linear(4, 3)
     expected = nn.functional.cross_entropy(net(X[:3]).flatten(0, 1), Y[:3].flatten()).item()
     own = engine(cores, net)
@@ -71,7 +71,7 @@ def test_evaluations_count_rows_but_no_step_of_training(cores):
     assert run.results()["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_step_has_the_random_numbers_of_its_number_in_the_pass(cores):
+def test_a_steps_random_numbers_depend_on_its_number(cores):
     net = Noisy()
     plain = net.layer(X).detach()
     own = engine(cores, net)
@@ -90,7 +90,7 @@ def test_a_step_has_the_random_numbers_of_its_number_in_the_pass(cores):
 
 
 @pytest.mark.parametrize("each", [1, 2])
-def test_what_is_called_before_a_step_may_set_the_rate_of_that_step(cores, each):
+def test_a_hook_before_a_step_can_set_its_rate(cores, each):
     own, seen = engine(cores, optimizer="adam", steps_per_execution=each), []
     run = StepRunner(own, "train")
     weight = own.model.module.weight
@@ -122,7 +122,7 @@ def test_a_label_out_of_range_is_refused_before_anything_changes(cores):
     assert run.tally.steps == 5
 
 
-def test_after_an_error_of_the_step_itself_it_is_known_to_be_half_done(cores):
+def test_a_failed_step_is_marked_incomplete(cores):
     class Fails(nn.Linear):
         def forward(self, x):
             if len(x) != ROWS:
@@ -137,7 +137,7 @@ def test_after_an_error_of_the_step_itself_it_is_known_to_be_half_done(cores):
     assert run.inside and (run.tally.steps, own.state.numbers.step) == (1, 1)
 
 
-def test_the_first_step_that_is_not_finite_is_told_by_its_number_in_the_training(cores):
+def test_the_first_nonfinite_step_is_named_by_its_number(cores):
     own = engine(cores)
     run = StepRunner(own, "train")
     run_over(run, BATCHES[:2])
@@ -146,43 +146,43 @@ def test_the_first_step_that_is_not_finite_is_told_by_its_number_in_the_training
     bad[3] = float("nan")
     run_over(run, [(bad, Y[0]), BATCHES[3]])
     assert run.first_bad_step() == 3 == own.log.first_bad_step
-    second = StepRunner(own, "train")  # the first one of a run stays
+    second = StepRunner(own, "train")  # the first of a run stays
     run_over(second, BATCHES[:1])
     assert second.first_bad_step() == 3
 
 
-def test_joined_steps_need_as_many_batches_and_the_host_joins_none(cores):
+def test_joining_steps_needs_batches_and_a_device(cores):
     own = engine(cores, steps_per_execution=3)
     run = StepRunner(own, "train")
     assert run.group_size == run.batches_per_hook == 3
     assert [len(group.forms) for group in run.send(BATCHES[:3])] == [3]
     assert [len(group.forms) for group in run.send(BATCHES[:2])] == [1, 1]
     eager = StepRunner(engine(cores, steps_per_execution=3, run_eagerly=True), "train")
-    assert (eager.group_size, eager.batches_per_hook, eager.on_host) == (1, 3, True)
+    assert (eager.group_size, eager.batches_per_hook, eager.eager) == (1, 3, True)
     chosen = StepRunner(engine(cores, steps_per_execution="auto"), "train")
-    assert chosen.group_size == chosen.batches_per_hook == 1  # nothing is known of its pace yet
+    assert chosen.group_size == chosen.batches_per_hook == 1  # its pace is still unknown
     chosen_before = engine(cores, steps_per_execution="auto")
     chosen_before.state.numbers.chosen_steps["eval"] = 5
     assert [StepRunner(chosen_before, role).group_size for role in ("train", "eval")] == [1, 5]
 
 
-def test_batches_that_are_too_large_to_be_stacked_are_joined_all_the_same(cores):
+def test_batches_too_large_to_stack_are_joined_too(cores):
     own = engine(cores, nn.Linear(4096, 3), steps_per_execution=2)
     run = StepRunner(own, "train")
     large = [(torch.ones(ROWS, 4096), Y[0])] * 3
     groups = run.send(large)
     assert [(len(group.forms), group.stacked) for group in groups] == [(1, False)] * 3
-    (both,) = joined(groups[:2], 2)
+    (both,) = join_groups(groups[:2], 2)
     assert (len(both.forms), both.rows, both.stacked, len(both.tensors)) == (2, 2 * ROWS, False, 4)
     for few, size in ((groups[:1], 2), (groups[:2], 3), (groups[:2], 1)):
-        assert joined(few, size) is few
+        assert join_groups(few, size) is few
     others = run.send([large[0], (torch.ones(8, 4096), Y[0][:8])])
-    assert joined(others, 2) is others
+    assert join_groups(others, 2) is others
     run(both)
     assert (run.tally.steps, run.tally.rows, own.state.numbers.step) == (2, 2 * ROWS, 2)
 
 
-def test_gradients_left_by_a_pass_that_broke_off_are_dropped_by_the_next(cores):
+def test_gradients_of_an_interrupted_pass_are_dropped(cores):
     own = engine(cores, accumulate_steps=3)
     run = StepRunner(own, "train")
     for group in run.send(BATCHES[:2]):

@@ -1,4 +1,4 @@
-"""The device's floor: tensors get there and back unharmed, and the counters count."""
+"""The runtime: tensors are sent and read back unchanged, and the counters count."""
 
 from functools import partial
 
@@ -9,14 +9,15 @@ from spent import spent
 from tpufit import runtime
 from tpufit.backend import HOST, Sharding
 from tpufit.metrics import PassMetrics
-from tpufit.runtime.ops.kernels import own_kernels
+from tpufit.runtime.driver import driver
+from tpufit.runtime.ops.kernels import replace_kernels
 from tpufit.utils import counters as report
 
 pytestmark = pytest.mark.cores(1, 8, quick=True)
 
 
-def test_results_come_back_without_a_graph_of_their_own(place):
-    """torch_xla's own way compiles a gather for each tensor that is split over the cores."""
+def test_reading_results_compiles_no_graph(place):
+    """torch_xla itself would compile a gather for each tensor that is split over the cores."""
     (x,) = runtime.to_device([torch.arange(64.0).reshape(16, 4)], place, Sharding.ROWS)
     program = _program(lambda t: (t * 2, t.sum()), place)
     (y, total), counts = spent(lambda: program("key", [x], [0]))
@@ -26,7 +27,7 @@ def test_results_come_back_without_a_graph_of_their_own(place):
     assert torch.equal(doubled, torch.arange(64.0).reshape(16, 4) * 2) and summed == 64 * 63 / 2
 
 
-def test_inputs_that_a_step_returns_are_those_of_its_own_run(place):
+def test_returned_inputs_belong_to_their_own_run(place):
     program = _program(lambda t: {"same": t, "more": t + 1, "word": "x"}, place)
     for i in range(4):
         (x,) = runtime.to_device([torch.full((8, 2), float(i))], place, Sharding.ROWS)
@@ -48,7 +49,7 @@ def test_the_same_graph_is_compiled_once(place):
         torch.testing.assert_close(result, 16 * torch.tensor(float(i)).sin())
 
 
-def test_random_numbers_depend_on_the_seed_alone(place):
+def test_random_numbers_depend_only_on_the_seed(place):
     program = _program(torch.nn.functional.dropout, place)
 
     def draw(seed):
@@ -61,7 +62,7 @@ def test_random_numbers_depend_on_the_seed_alone(place):
     assert not torch.equal(draw(2**63 - 1), first)
 
 
-def test_moving_in_place_keeps_objects_and_what_they_carry(place):
+def test_moving_in_place_keeps_objects_and_attributes(place):
     parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
     parameter.mark = "mine"
     frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
@@ -70,7 +71,7 @@ def test_moving_in_place_keeps_objects_and_what_they_carry(place):
     view = parameter.detach()
     for target in (place, HOST):
         runtime.move(tensors, target)
-        assert {t.device.type for t in tensors} == {"cpu" if target.on_host else "xla"}
+        assert {t.device.type for t in tensors} == {"cpu" if target.on_host else driver().device_type}
         assert type(parameter) is torch.nn.Parameter and parameter.mark == "mine"
         assert parameter.requires_grad and not frozen.requires_grad and type(buffer) is torch.Tensor
     assert parameter.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] and view.tolist() == parameter.tolist()
@@ -82,6 +83,7 @@ def test_overwriting(place):
     assert runtime.to_host([target], "test")[0].tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.runtime("torch_xla")
 def test_fallbacks_and_host_reads_are_counted(place):
     def step(x):
         x.sum().item()
@@ -97,12 +99,13 @@ def test_fallbacks_and_host_reads_are_counted(place):
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": torch.tensor([True, False, True])}])
-def test_no_number_of_attention_is_in_64_bits(place, options):
+@pytest.mark.runtime("torch_xla")
+def test_attention_has_no_64_bit_numbers(place, options):
     import torch_xla
 
     query, *mask = runtime.to_device([torch.randn(8, 2, 3, 4), *(v for v in options.values() if v is not True)], place)
     options = dict(zip(options, mask, strict=True)) if mask else options
-    with own_kernels():
+    with replace_kernels():
         shares = torch.nn.functional.scaled_dot_product_attention(query, query, query, **options)
     program = torch_xla._XLAC._get_xla_tensors_hlo([shares])
     assert "f32[8,2,3,4]" in program and "f64" not in program

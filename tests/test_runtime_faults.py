@@ -1,4 +1,4 @@
-"""Errors of the runtime: each text that XLA, libtpu and torch_xla are known to write, and the sentence for it."""
+"""Errors of the runtime: the known texts of XLA, libtpu and torch_xla, with tpufit's sentences for them."""
 
 import re
 import signal
@@ -23,10 +23,12 @@ from tpufit.errors import (
     StateLostError,
 )
 from tpufit.runtime import devices, translate
-from tpufit.runtime.release import release
 from tpufit.utils import hardware, releases
 
+# The texts are torch_xla's.
+pytestmark = pytest.mark.runtime("torch_xla")
 GB = 1 << 30
+OF_2_8 = releases.parse_release(releases.version("torch_xla")) == "2.8"
 LOAD = Load(
     role="train", rows=512, cores=8, weights=2 * GB, learns=2 * GB, optimizer=4 * GB, batch=GB // 4, precision="fp32"
 )
@@ -35,14 +37,14 @@ LOAD = Load(
 @pytest.mark.parametrize(
     ("text", "kind", "sentence"),
     [
-        # XLA:TPU while it compiles
+        # XLA:TPU during compilation
         (
             "Bad StatusOr access: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
             "space hbm. Used 21.95G of 15.48G hbm. Exceeded hbm capacity by 6.47G.\n\nTotal hbm usage >= 22.47G:",
             OutOfMemoryError,
             "no room for a train step of 64 rows a core: it needs 21.95G of 15.48G",
         ),
-        # libtpu, loading a program and making room for a tensor
+        # libtpu, loading a program and allocating a tensor
         (
             "RESOURCE_EXHAUSTED: Error loading program: Attempting to reserve 7.04G at the bottom of memory. That was "
             "not possible. There are 6.90G free, 0B reserved, and 6.90G reservable.",
@@ -59,22 +61,22 @@ LOAD = Load(
         (
             "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem.",
             OutOfMemoryError,
-            "a core's scratch memory",
+            "more scratch memory than a core has",
         ),
         (
             "INTERNAL: Core halted unexpectedly: INTERNAL: Accelerator device halted prematurely",
             DeviceLostError,
             "the device was lost.*Restart the process",
         ),
-        ("UNAVAILABLE: Socket closed", DeviceLostError, "go on from the last checkpoint"),
+        ("UNAVAILABLE: Socket closed", DeviceLostError, "resume from the last checkpoint"),
         (
             "INTERNAL: during context [pre-optimization]: RET_CHECK failure (spmd_partitioner.cc:4214)",
             PartitionError,
-            "could not divide this step among the cores.*cores=1",
+            "could not split this step over the cores.*cores=1",
         ),
     ],
 )
-def test_each_text_has_its_sentence_first_and_itself_below(text, kind, sentence):
+def test_each_text_has_a_sentence_above_it(text, kind, sentence):
     fault = translate(RuntimeError(text), LOAD)
     assert type(fault) is kind
     assert f"\ntorch_xla says: {text}" in str(fault)
@@ -99,12 +101,13 @@ def test_a_full_memory_says_what_is_in_it_and_what_to_try():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("sharding")])
-def test_what_is_not_known_is_left_as_it_is(error):
+def test_unknown_errors_are_unchanged(error):
     assert translate(error, LOAD) is None
 
 
 @pytest.fixture
 def fresh(monkeypatch):
+    monkeypatch.setattr(releases, "version", {"torch": "2.9.0", "torch_xla": "2.9.0"}.get)
     monkeypatch.setattr(devices, "_settled", None)
     monkeypatch.setattr(devices, "_failed", None)
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")
@@ -114,9 +117,9 @@ def fresh(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("The TPU is already in use by process with pid 17. Not attempting to load libtpu.so", "held by process 17"),
-        ("UNKNOWN: TPU initialization failed: open(/dev/accel2): Operation not permitted", "held by process 17"),
-        ("open(/dev/vfio/0): Device or resource busy", "tpufit kills nothing"),
+        ("The TPU is already in use by process with pid 17. Not attempting to load libtpu.so", "in use by process 17"),
+        ("UNKNOWN: TPU initialization failed: open(/dev/accel2): Operation not permitted", "in use by process 17"),
+        ("open(/dev/vfio/0): Device or resource busy", "tpufit kills no process"),
     ],
 )
 def test_a_core_in_use_names_its_holders(fresh, monkeypatch, text, sentence):
@@ -138,10 +141,10 @@ FIT = "import numpy as np, torch, tpufit\nm = tpufit.Model(torch.nn.Linear(2, 1)
 FIT += "m.fit(np.ones((8, 2), 'f4'), np.ones((8, 1), 'f4'), verbose=0)"
 
 
-# The driver is there where the TPU's compiler is, of which it is a part.
+# The driver is installed with the TPU's compiler, of which it is a part.
 NO_TPU = "this host has no TPU chip on its PCI bus"
 if releases.version("libtpu") is None:
-    NO_TPU = "libtpu, its driver, is not installed. On a TPU run: pip install libtpu=="
+    NO_TPU = "its driver, libtpu, is not installed. On a TPU run: pip install libtpu=="
 
 
 @pytest.mark.slow
@@ -151,13 +154,13 @@ if releases.version("libtpu") is None:
         ({"PJRT_DEVICE": "TPU"}, NO_TPU),
         pytest.param(
             {"PJRT_DEVICE": "XRT"},
-            "torch_xla knows only TPU and CPU here. Unset PJRT_DEVICE",
+            "torch_xla supports only TPU and CPU here. Unset PJRT_DEVICE",
             marks=pytest.mark.soak,
         ),
     ],
 )
-def test_really_a_device_that_is_not_there(run_python, env, sentence):
-    """And the process lives on: torch_xla 2.8 would end it at the second call, and at its exit."""
+def test_a_missing_device(run_python, env, sentence):
+    """And the process survives: torch_xla 2.8 would end it at the second call, and at its exit."""
     again = "try:\n    tpufit.init()\nexcept tpufit.errors.StartError as error:\n    print(error)\n"
     process = run_python(FIT.replace("m.fit", f"{again}m.fit"), env=env)
     assert process.returncode == 1 and "StartError" in process.stderr and sentence in process.stderr, process.stderr
@@ -165,7 +168,7 @@ def test_really_a_device_that_is_not_there(run_python, env, sentence):
 
 
 class Hungry(nn.Module):
-    """Asks for 24 terabytes in the middle of its forward pass, if told to."""
+    """Allocates 24 terabytes in its forward pass, on request."""
 
     def __init__(self, size=4):
         super().__init__()
@@ -197,17 +200,16 @@ model.fit(np.ones((8, 4), "f4"), np.ones((8, 3), "f4"), batch_size=8, verbose=0)
 
 @pytest.mark.slow
 def test_a_full_memory_is_named_by_every_release(run_python):
-    """As the known limits say: torch_xla 2.8 ends the process for it."""
+    """A known limitation: torch_xla 2.8 ends the process."""
     ended = run_python(HUNGRY)
-    by_torch_xla = release() == "2.8"
-    assert ended.returncode == (-signal.SIGABRT if by_torch_xla else 1), ended.stderr
+    assert ended.returncode == (-signal.SIGABRT if OF_2_8 else 1), ended.stderr
     assert "Out of memory allocating" in ended.stderr
-    assert by_torch_xla or "tpufit.errors.OutOfMemoryError: the device has no room for a train step" in ended.stderr
+    assert OF_2_8 or "tpufit.errors.OutOfMemoryError: the device has no room for a train step" in ended.stderr
 
 
-@pytest.mark.skipif(release() == "2.8", reason="torch_xla 2.8 ends the process, see test_a_full_memory_is_named")
+@pytest.mark.skipif(OF_2_8, reason="torch_xla 2.8 ends the process, see test_a_full_memory_is_named")
 @pytest.mark.cores(1, 4, timeout=300)
-def test_training_goes_on_after_a_full_memory(cores):
+def test_training_continues_after_a_full_memory(cores):
     def model(size=4, **options):
         made = tpufit.Model(Hungry(size))
         made.compile("adam", "mse", **options)
@@ -216,7 +218,7 @@ def test_training_goes_on_after_a_full_memory(cores):
     fed = model()
     with pytest.raises(OutOfMemoryError, match=f"train step of {8 // cores} rows a core.*TiB more") as error:
         fed.fit(*data(), batch_size=8 // cores, verbose=0, cores=cores)
-    assert "Out of memory allocating" in str(error.value.__cause__)  # it keeps the trace, as a notebook does
+    assert "Out of memory allocating" in str(error.value.__cause__)  # it keeps the traceback, as a notebook does
     assert torch.equal(fed.state_dict()["weight"], torch.ones(4, 3))  # nothing has changed,
     fed.module.hungry = False
     history = fed.fit(*data(), batch_size=8 // cores, epochs=3, verbose=0)
@@ -229,7 +231,7 @@ def test_training_goes_on_after_a_full_memory(cores):
     fed.module.hungry = False
     assert np.isfinite(fed.evaluate(*data(), batch_size=8 // cores, verbose=0))
 
-    large = model(1 << 20)  # large enough for its memory to be given to the step, and so lost with it
+    large = model(1 << 20)  # large enough that its memory is donated to the step, and so lost with it
     with pytest.raises(StateLostError, match=r"step \d failed.*none have been saved.*no room for a train step"):
         large.fit(*data(1 << 20), batch_size=8 // cores, verbose=0)
     assert np.isfinite(fed.fit(*data(), batch_size=8 // cores, verbose=0).history["loss"]).all()
@@ -256,8 +258,8 @@ def test_a_graph_that_does_not_compile_changes_nothing(cores, monkeypatch):
 
 
 @pytest.mark.cores(1, timeout=300)
-def test_a_batch_may_hold_what_no_device_can(cores):
-    """Where others end with "'mappingproxy' object does not support item assignment"."""
+def test_a_batch_may_contain_objects(cores):
+    """Otherwise the error would be "'mappingproxy' object does not support item assignment"."""
     info = {"kind": Hungry, "tags": MappingProxyType({"a": 1})}
     seen = []
 
@@ -281,5 +283,7 @@ def test_a_mesh_that_does_not_fit(cores):
     from tpufit.runtime import placement_on, start, to_device
 
     start(cores, "a test")
-    with pytest.raises(CoresError, match="not those that the runtime has now.*\n.*must match the global number"):
+    with pytest.raises(
+        CoresError, match="cores differ from the cores that tpufit has settled.*\n.*must match the global number"
+    ):
         to_device([torch.ones(8, 2)], placement_on(Cores(2, 0, "CPU", "a test")), Sharding.ROWS)

@@ -1,4 +1,4 @@
-"""Schedule-free AdamW: its weights and their averages are those of a plain loop, and its steps are replayed."""
+"""Schedule-free AdamW: its weights and their averages equal a plain loop's, and its steps are replayed."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ Y = X.sum(1, keepdim=True)
 
 
 class Averages(Callback):
-    """As the guide to learning rates shows it."""
+    """As in the guide to learning rates."""
 
     def on_train_begin(self, logs=None):
         self.model.optimizer.train()
@@ -65,9 +65,7 @@ def plain(epochs, accumulate):
 
 
 @pytest.mark.parametrize(("steps", "accumulate"), [(1, 1), (5, 1), (1, 2), (5, 2)])
-def test_it_trains_as_a_plain_loop_replayed_and_goes_on_from_a_checkpoint_to_the_bit(
-    cores, tmp_path, steps, accumulate
-):
+def test_it_equals_a_plain_loop_and_resumes_bit_for_bit(cores, tmp_path, steps, accumulate):
     pytest.importorskip("schedulefree")
     how = {"batch_size": 16 // cores, "shuffle": False, "validation_data": (X, Y), "verbose": 0, "cores": cores}
     net, optimizer, losses = plain(4, accumulate)

@@ -1,4 +1,4 @@
-"""Learning rates set by callbacks are actual rates, take effect at their own step, and cost no graph."""
+"""Learning rates set by callbacks are exact, take effect at their own step, and need no new graphs."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ from tpufit.errors import ArgumentError, CallbackError
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300)
 
-X = np.random.default_rng(0).normal(size=(157, 6)).astype("float32")  # ten batches of 16, the last one of 13
+X = np.random.default_rng(0).normal(size=(157, 6)).astype("float32")  # ten batches of 16, the last of 13
 Y = np.random.default_rng(1).integers(0, 3, 157)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -35,7 +35,7 @@ def net():
 
 
 class Rates(Callback):
-    """Notes the rate and the momentum that each step will have, as the last of the callbacks."""
+    """Records the rate and the momentum of each step, as the last callback."""
 
     reads_weights = False
 
@@ -59,7 +59,7 @@ def fit(cores, callback, epochs=3, optimizer=SGD, resume=False, **options):
 
 
 def on_the_host(schedule, epochs=3, rows=16):
-    """Plain PyTorch, with a schedule per step that is made of the optimizer."""
+    """Train in plain PyTorch, with a schedule per step, created from the optimizer."""
     module = net()
     optimizer = SGD(module.parameters())
     steps = schedule(optimizer)
@@ -92,10 +92,10 @@ SCHEDULES = [partial(lr_scheduler.ExponentialLR, gamma=0.95), warm_up_and_cosine
 
 
 @pytest.mark.soak_on(8)
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # PyTorch's own SequentialLR passes it
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # PyTorch's SequentialLR passes it
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["exponential", "warm-up"])
 @pytest.mark.parametrize("k", [1, 4])
-def test_a_scheduler_of_pytorchs_per_step(cores, schedule, k):
+def test_a_pytorch_scheduler_per_step(cores, schedule, k):
     callback = LRScheduler(schedule, interval="step")
     model, rates, history, counts = fit(cores, callback, steps_per_execution=k)
     weights, expected = on_the_host(schedule)
@@ -108,8 +108,8 @@ def test_a_scheduler_of_pytorchs_per_step(cores, schedule, k):
 
 @pytest.mark.soak_on(8)
 @pytest.mark.parametrize("k", [1, 3])
-def test_a_schedule_takes_a_step_for_each_of_the_optimizers(cores, tmp_path, k):
-    """Ten batches an epoch, four at a time: 4, 4 and 2 make three steps, as three batches of four times the rows."""
+def test_schedules_step_with_the_optimizer(cores, tmp_path, k):
+    """Ten batches in an epoch, four at a time: 4, 4 and 2 are three steps, as three batches of four times the rows."""
     options = {"accumulate_steps": 4, "steps_per_execution": k}
     model, rates, _, counts = fit(cores, LRScheduler(SCHEDULES[0], "step"), epochs=2, **options)
     weights, expected = on_the_host(SCHEDULES[0], epochs=2, rows=64)
@@ -118,16 +118,16 @@ def test_a_schedule_takes_a_step_for_each_of_the_optimizers(cores, tmp_path, k):
     assert_close(weights, model.state_dict())
     assert not counts.captures and counts.host_reads == 0 and not counts.fallbacks
 
-    # A checkpoint after six batches, of which two wait.
+    # A checkpoint after six batches, of which two are pending.
     keep = [ModelCheckpoint(tmp_path, save_freq=6, keep_last=None), LRScheduler(SCHEDULES[0], "step")]
     fit(cores, keep, epochs=2, **options)
     keep = [ModelCheckpoint(tmp_path / "again"), LRScheduler(SCHEDULES[0], "step")]
     again = fit(cores, keep, epochs=2, resume=tmp_path / "step-0000000006", **options)
-    assert again[1].rates == rates.rates  # the first six came with the checkpoint, as the callback keeps them
+    assert again[1].rates == rates.rates  # the first six came with the checkpoint, because the callback keeps them
     assert_close(model.state_dict(), again[0].state_dict())
 
 
-def test_a_rate_for_gradients_that_were_dropped_is_not_used_up(cores):
+def test_dropped_gradients_dont_advance_the_schedule(cores):
     class Stop(Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = batch == 5
@@ -139,7 +139,7 @@ def test_a_rate_for_gradients_that_were_dropped_is_not_used_up(cores):
     assert later.rates == pytest.approx([0.095] * 4 + [0.095 * 0.95] * 4 + [0.095 * 0.95**2] * 2)
 
 
-def test_a_scheduler_of_pytorchs_per_epoch_starts_from_the_scaled_rate_and_goes_on(cores):
+def test_a_pytorch_scheduler_starts_from_the_scaled_rate_and_resumes(cores):
     callback = LRScheduler(partial(lr_scheduler.StepLR, step_size=1, gamma=0.5))
     model, rates, history, _ = fit(cores, callback, epochs=2, scale_lr="linear")
     assert history["learning_rate"] == pytest.approx([0.1 * cores, 0.05 * cores])
@@ -188,7 +188,7 @@ def test_momentum_cycles_in_a_few_levels_whose_graphs_are_counted(cores, optimiz
     assert counts.graphs["train"] <= 6 and not model.report().traced["train"]
 
 
-def test_without_a_peak_it_is_the_rate_of_compile_and_stays_so_in_a_second_fit(cores):
+def test_the_peak_defaults_to_the_rate_of_compile(cores):
     model, rates, _, _ = fit(cores, OneCycle(), epochs=1, scale_lr="linear")
     again = Rates()
     model.fit(X, Y, 16 // cores, 1, verbose=0, callbacks=[OneCycle(), again])
@@ -196,7 +196,7 @@ def test_without_a_peak_it_is_the_rate_of_compile_and_stays_so_in_a_second_fit(c
         assert max(seen.rates) == pytest.approx(0.1 * cores) and seen.rates[0] == pytest.approx(0.1 * cores / 25)
 
 
-def test_one_peak_keeps_the_proportions_of_groups(cores):
+def test_a_single_peak_keeps_the_proportions_of_groups(cores):
     class Groups(Callback):
         reads_weights = False
 
@@ -214,7 +214,7 @@ def test_one_peak_keeps_the_proportions_of_groups(cores):
     assert (np.array(seen) == np.array(seen)[:, :1]).all()
 
 
-def test_one_cycle_finds_its_place_when_training_begins_later(cores):
+def test_one_cycle_finds_its_position_in_a_later_start(cores):
     _, whole, _, _ = fit(cores, OneCycle(max_lr=0.5))
     model, later = tpufit.Model(net()), Rates()
     model.compile(SGD, "cross_entropy", scale_lr=None)
@@ -239,7 +239,7 @@ def test_one_cycle_must_know_its_length(cores):
 
 @pytest.mark.parametrize("board_first", [True, False])
 @pytest.mark.parametrize("interval", ["epoch", "step"])
-def test_the_rates_of_the_steps_are_in_the_history_the_table_and_tensorboard(cores, tmp_path, board_first, interval):
+def test_rates_are_in_the_history_the_table_and_tensorboard(cores, tmp_path, board_first, interval):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     schedule, board = LRScheduler(SCHEDULES[0], interval), TensorBoard(tmp_path, update_freq=2)
@@ -286,7 +286,7 @@ def test_wrong_arguments(make, message):
 
 
 @pytest.mark.parametrize("kind", [lr_scheduler.OneCycleLR, lr_scheduler.CosineAnnealingLR], ids=["one", "cosine"])
-def test_a_scheduler_that_was_made_already(cores, kind):
+def test_an_existing_scheduler(cores, kind):
     def made(optimizer):
         return (
             kind(optimizer, 0.2, 31, cycle_momentum=False) if kind is lr_scheduler.OneCycleLR else kind(optimizer, 30)
@@ -306,7 +306,7 @@ def test_a_scheduler_that_was_made_already(cores, kind):
     assert history["learning_rate"] == pytest.approx([expected[len(expected) // 2 - 1], expected[-1]])
 
 
-def test_a_scheduler_that_was_made_for_other_rates_is_refused(cores):
+def test_a_scheduler_for_other_rates_is_refused(cores):
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model, schedule = tpufit.Model(module), lr_scheduler.StepLR(optimizer, 1)
@@ -321,15 +321,15 @@ def test_a_scheduler_that_was_made_for_other_rates_is_refused(cores):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("eagerly", [False, True])
-def test_a_rate_of_0_leaves_weights_without_a_gradient_as_they_are(cores, optimizer, eagerly):
-    # Words that no text has: PyTorch's own form for a rate in a tensor makes 0 / 0 of them.
+def test_a_rate_of_0_keeps_weights_without_gradients(cores, optimizer, eagerly):
+    # Words in no text: PyTorch's formula for a tensor rate computes 0 / 0 for them.
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(8, 3))
     before = {name: value.clone() for name, value in module.state_dict().items()}
     model = tpufit.Model(module)
     model.compile(partial(optimizer, lr=0.1), "cross_entropy", scale_lr=None, run_eagerly=eagerly)
     x, y = torch.randint(0, 10, (16, 2)), torch.randint(0, 3, (16,))
-    rates = LearningRateScheduler(lambda epoch: [0.0, 0.1][epoch])  # as in a warm-up that begins with 0
+    rates = LearningRateScheduler(lambda epoch: [0.0, 0.1][epoch])  # as in a warm-up that starts at 0
     model.fit(x, y, 16 // cores, 1, verbose=0, callbacks=[rates], cores=cores)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model.fit(x, y, 16 // cores, 2, verbose=0, callbacks=[rates], cores=cores, initial_epoch=1)

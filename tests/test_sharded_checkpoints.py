@@ -1,4 +1,4 @@
-"""What is split over the cores is saved tensor by tensor, and read back whole or split, on any number of cores."""
+"""State that is split over the cores is saved tensor by tensor, and loaded on any number of cores."""
 
 import weakref
 from functools import partial
@@ -34,7 +34,7 @@ def compiled(shard, seed=0, **compiling):
 
 
 class Tied(nn.Module):
-    """A layer of two names, and a weight of another dtype."""
+    """A layer with two names, and a weight of another dtype."""
 
     def __init__(self, net):
         super().__init__()
@@ -51,7 +51,7 @@ def fit(model, cores, epochs=1, **options):
 
 
 def state_of(model):
-    """All that training changes, on the host."""
+    """Return everything that training changes, on the host."""
     tensors = dict(model.state_dict())
     names = {id(p): name for name, p in model.named_parameters()}
     model.write_back()
@@ -70,7 +70,7 @@ def assert_equal(one, other):
 
 
 @pytest.mark.cores(8)
-def test_a_split_state_is_saved_and_loaded_to_the_bit(cores, tmp_path):
+def test_a_split_state_is_saved_and_loaded_bit_for_bit(cores, tmp_path):
     model = compiled("fsdp", use_ema=True, accumulate_steps=3)
     fit(model, cores)
     model.save(tmp_path / "split")
@@ -87,10 +87,10 @@ def test_a_split_state_is_saved_and_loaded_to_the_bit(cores, tmp_path):
     assert_equal(model.state_dict(), loaded.state_dict())
 
 
+@pytest.mark.soak
 @pytest.mark.cores(2, 4, 8)
-@pytest.mark.soak_on(2, 4)
 @pytest.mark.parametrize(("before", "after"), [("fsdp", "fsdp"), ("fsdp", None), (None, "fsdp")])
-def test_going_on_with_another_layout_is_as_never_stopping(cores, tmp_path, before, after):
+def test_resuming_with_another_layout_changes_nothing(cores, tmp_path, before, after):
     whole = compiled(None)
     fit(whole, cores, epochs=2, callbacks=[ModelCheckpoint(tmp_path / "whole", save_freq=3)])
     first = compiled(before)
@@ -113,7 +113,7 @@ class Stop(Callback):
 
 
 @pytest.mark.cores(8)
-def test_a_backup_and_weights_alone(cores, tmp_path):
+def test_a_backup_and_only_weights(cores, tmp_path):
     model = compiled("fsdp")
     fit(model, cores, callbacks=[BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)])
     model.save_weights(tmp_path / "weights.safetensors", finite_only=True)
@@ -126,7 +126,7 @@ def test_a_backup_and_weights_alone(cores, tmp_path):
 
 
 @pytest.mark.cores(8)
-def test_little_of_it_is_on_the_host_at_once(cores, tmp_path, monkeypatch):
+def test_only_a_part_is_on_the_host_at_once(cores, tmp_path, monkeypatch):
     monkeypatch.setattr(transfer, "AT_ONCE", 1 << 18)
     model = compiled("fsdp")
     fit(model, cores)
@@ -154,20 +154,20 @@ def test_little_of_it_is_on_the_host_at_once(cores, tmp_path, monkeypatch):
 
 
 @pytest.mark.cores(8)
-def test_what_is_not_finite_is_not_saved(cores, tmp_path):
+def test_weights_that_arent_finite_arent_saved(cores, tmp_path):
     model = compiled("fsdp")
     fit(model, cores)
     weights = model.state_dict()
     weights["net.0.weight"][0, 0] = float("nan")
     model.load_state_dict(weights)
-    with pytest.raises(CheckpointNotWrittenError, match=r"net\.0\.weight holds NaN"):
+    with pytest.raises(CheckpointNotWrittenError, match=r"net\.0\.weight has NaN"):
         model.save_weights(tmp_path / "weights.safetensors", finite_only=True)
     run = tpufit.checkpoint.CheckpointDirectory(tmp_path / "run")
     writer = AsyncCheckpointWriter(run)
     checkpoint = tpufit.checkpoint.take_checkpoint(engine_of(model), {})
     assert not checkpoint.is_here
     writer.submit(checkpoint)
-    with pytest.raises(CheckpointNotWrittenError, match=r"net\.0\.weight holds NaN"):
+    with pytest.raises(CheckpointNotWrittenError, match=r"net\.0\.weight has NaN"):
         writer.finish()
     assert not run.steps() and not (tmp_path / "weights.safetensors").exists()
 
@@ -177,7 +177,7 @@ EIGHT_BITS = ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnu
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "uint16", "uint32", "uint64", *EIGHT_BITS])
-def test_formats_that_few_use_are_written_as_safetensors_writes_them(tmp_path, dtype):
+def test_rare_dtypes_are_written_as_by_safetensors(tmp_path, dtype):
     tensors = {"x": BYTES.view(getattr(torch, dtype))}
     write_one_by_one(tmp_path / "ours.safetensors", tensors, iter(tensors.values()), {"format": "pt"})
     save_file(tensors, tmp_path / "theirs.safetensors")

@@ -1,4 +1,4 @@
-"""What a core holds of a split training, read from its programs: those of virtual cores, and those of a TPU."""
+"""The memory of a core in a split training, read from programs for virtual cores and for a TPU."""
 
 import json
 import sys
@@ -7,7 +7,6 @@ import pytest
 import xla_flags
 
 pytestmark = [
-    pytest.mark.usefixtures("warm_children"),
     pytest.mark.slow,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the TPU's compiler is not made for Python 3.10"),
 ]
@@ -52,7 +51,7 @@ def test_eight_virtual_cores_hold_an_eighth_each(run_python):
     ended = run_python(NET + dedented(code), timeout=300, env={"XLA_FLAGS": flags})
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
-    # What the program takes in and gives back. XLA has no reduce-scatter for CPUs: gradients are whole for a while.
+    # The inputs and outputs of the program. XLA has no reduce-scatter for CPUs: gradients are whole for a while.
     assert found["state"] / 8 < found["kept"] <= 1.1 * found["state"] / 8
 
 
@@ -75,7 +74,7 @@ def test_a_tpus_core_holds_an_eighth_and_a_block(run_python):
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found["state"] / 8 < found["kept"] <= 1.1 * found["state"] / 8
     assert found["needs"] <= 1.1 * found["state"] / 8 + found["block"]
-    # Weights are gathered once in the forward pass and once in the backward pass; no activation ever is.
+    # Weights are gathered once in the forward and once in the backward pass; activations never are.
     assert found["kinds"]["all-gather of weights"] >= 24
     travel = {"all-gather of weights", "collective-permute of weights", "all-reduce"}
     travel |= {"all-reduce of gradients", "reduce-scatter of gradients"}
@@ -85,7 +84,7 @@ def test_a_tpus_core_holds_an_eighth_and_a_block(run_python):
 
 
 @pytest.mark.soak
-def test_weights_that_a_tpu_packs_stay_as_they_are_if_they_are_split(run_python):
+def test_split_weights_arent_packed(run_python):
     code = """
     with torch.device("meta"):
         layers = [nn.Conv2d(64, 256, 1), nn.BatchNorm2d(256), nn.ReLU(), nn.Conv2d(256, 256, 1), nn.Flatten()]
@@ -100,7 +99,7 @@ def test_weights_that_a_tpu_packs_stay_as_they_are_if_they_are_split(run_python)
     ended = run_python(NET + dedented(code), timeout=600)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
-    assert found["kept"] <= found["state"] / 5  # an eighth, norms, and what fills up the tiles of small arrays
+    assert found["kept"] <= found["state"] / 5  # an eighth, norms, and the padding of small arrays
     assert "f32[32,256,1,1]" in found["text"].partition("\n")[0]
 
 

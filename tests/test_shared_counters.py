@@ -1,4 +1,4 @@
-"""Parameters that step together share a step counter on the device, and each counts as in PyTorch all the same."""
+"""Parameters that step together share a step counter on the device, and each counts as in PyTorch."""
 
 import copy
 from functools import partial
@@ -28,7 +28,7 @@ COUNTING = {
 
 
 class Heads(nn.Module):
-    """A trunk, two heads and a layer that nothing uses."""
+    """A trunk, two heads and an unused layer."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def compare(model, optimizer, net):
 
 @pytest.mark.soak_on(8)
 @pytest.mark.parametrize("name", COUNTING)
-def test_parameters_without_gradients_stay_behind(cores, name):
+def test_parameters_without_gradients_dont_count(cores, name):
     net = Heads()
     ours = copy.deepcopy(net)
     before = counts()
@@ -123,7 +123,7 @@ def test_a_trunk_that_steps_with_each_of_two_heads(cores):
     compare(model, optimizer, net)
 
 
-def test_what_is_frozen_later_stays_behind(cores):
+def test_parameters_frozen_later_dont_count(cores):
     net = Heads()
     model = fitted(tpufit.Model, COUNTING["adam"], cores, Freezing(), net=copy.deepcopy(net))
     optimizer = COUNTING["adam"](net.parameters())
@@ -137,7 +137,7 @@ def test_what_is_frozen_later_stays_behind(cores):
     compare(model, optimizer, net)
 
 
-def test_the_state_goes_on_in_pytorch(cores):
+def test_the_state_continues_in_pytorch(cores):
     model = fitted(tpufit.Model, COUNTING["adam"], cores)
     net = Heads()
     net.load_state_dict(model.state_dict())
@@ -154,7 +154,7 @@ def test_the_state_goes_on_in_pytorch(cores):
     assert moved == {n: 6 if n.startswith(("trunk", "first")) else 0 for n in moved}
 
 
-def test_a_step_by_hand_moves_each_counter_on_once(cores):
+def test_a_manual_step_increments_each_counter_once(cores):
     model = fitted(tpufit.Model, COUNTING["adam"], cores)
     before = steps_of(model.optimizer, model.module)
     model.to_cpu()
@@ -164,7 +164,7 @@ def test_a_step_by_hand_moves_each_counter_on_once(cores):
     assert moved == {n: int(n.startswith(("trunk", "first"))) for n in moved}
 
 
-def test_a_scheduler_made_before_has_wrapped_the_step(cores):
+def test_an_existing_scheduler_has_wrapped_the_step(cores):
     net = Heads()
     ours = copy.deepcopy(net)
     given = COUNTING["adam"](ours.parameters())
@@ -197,7 +197,7 @@ def test_a_checkpoint_of_other_counts_is_loaded(cores, tmp_path):
     whole = fitted(BothHeads, COUNTING["adam"], cores, net=_seeded(), epochs=2)
     part = fitted(BothHeads, COUNTING["adam"], cores, net=_seeded(), epochs=1)
     part.save(tmp_path / "part")
-    resumed = fitted(OneHead, COUNTING["adam"], cores, epochs=1)  # whose counters are on the device, and shared
+    resumed = fitted(OneHead, COUNTING["adam"], cores, epochs=1)  # its counters are on the device, and shared
     resumed.heads = 2
     arguments = {"batch_size": 16 // cores, "verbose": 0, "cores": cores, "shuffle": False}
     resumed.fit(X, Y, epochs=1, resume=tmp_path / "part", **arguments)

@@ -1,4 +1,4 @@
-"""All that training changes, in one place: planned, moved, saved, loaded and put back."""
+"""Everything that training changes, in one place: planned, moved, saved, loaded and restored."""
 
 import copy
 import inspect
@@ -11,6 +11,7 @@ import tpufit
 from tpufit.backend import HOST
 from tpufit.errors import CheckpointMismatchError
 from tpufit.optimizers import UpdatePlan
+from tpufit.runtime.driver import driver
 from tpufit.step.config import CompileConfig
 from tpufit.step.state import TrainNumbers, TrainState
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.cores(1, 8, quick=True)
 
 
 class Owner:
-    """What the state needs of a model: a net and an optimizer."""
+    """The part of a model that the state needs: a net and an optimizer."""
 
     def __init__(self, kind=torch.optim.Adam):
         torch.manual_seed(0)
@@ -27,7 +28,7 @@ class Owner:
 
 
 def config(**arguments):
-    """The arguments of `compile`, with its own defaults."""
+    """Return the arguments of `compile`, with its defaults."""
     defaults = {name: one.default for name, one in inspect.signature(tpufit.Model.compile).parameters.items()}
     return CompileConfig.of(defaults | arguments, nn.Linear(1, 1))
 
@@ -41,7 +42,7 @@ def stepped(owner):
 
 def values(owner):
     state = [value for own in owner.optimizer.state.values() for value in own.values()]
-    return [tensor.detach().clone() for tensor in (*owner.module.state_dict().values(), *state)]
+    return [tensor.detach().cpu().clone() for tensor in (*owner.module.state_dict().values(), *state)]
 
 
 def same(some, others):
@@ -52,27 +53,27 @@ def plans(state, steps, last=False):
     return [(plan.takes_step, plan.overwrites) for plan in state.next_updates(steps, last)]
 
 
-def test_without_accumulation_each_step_is_one_of_the_optimizer():
+def test_without_accumulation_each_batch_is_a_step():
     state = TrainState(Owner(), config(use_ema=True))
     assert state.next_updates(3, last=True) == []
     state.numbers.step = 7
     assert state.optimizer_steps == 7 and state.batches_of(5) == 5
 
 
-def test_gradients_of_three_batches_make_a_step_and_those_of_the_last_batches_too():
+def test_three_batches_or_the_last_ones_are_a_step():
     state = TrainState(Owner(), config(accumulate_steps=3))
     assert plans(state, 4) == [(False, False), (False, False), (True, False), (False, False)]
     assert state.numbers == TrainNumbers()  # a plan changes nothing
     state.count_updates(state.next_updates(4, last=False))
     assert (state.numbers.updates, state.numbers.batches_waiting, state.optimizer_steps) == (1, 1, 1)
-    assert state.batches_of(2) == 5  # one of the six is there
+    assert state.batches_of(2) == 5  # one of the six exists
     assert plans(state, 1) == [(False, False)] and plans(state, 1, last=True) == [(True, False)]
     assert plans(state, 3, last=True) == [(False, False), (True, False), (True, False)]
     state.count_updates([UpdatePlan(takes_step=True)])
     assert (state.numbers.updates, state.numbers.batches_waiting) == (2, 0)
 
 
-def test_averages_overwrite_the_weights_at_each_second_step_of_the_optimizer():
+def test_averages_overwrite_the_weights_every_second_step():
     options = {"use_ema": True, "ema_overwrite_frequency": 2}
     state = TrainState(Owner(), config(**options))
     assert plans(state, 4) == [(True, False), (True, True), (True, False), (True, True)]
@@ -82,19 +83,19 @@ def test_averages_overwrite_the_weights_at_each_second_step_of_the_optimizer():
     assert plans(state, 5) == [(False, False), (True, False), (False, False), (True, True), (False, False)]
 
 
-def test_all_of_it_moves_in_place_and_back(place):
+def test_state_moves_in_place_and_back(place):
     owner = Owner()
     stepped(owner)
     before, objects = values(owner), list(owner.module.parameters())
     state = TrainState(owner, config(use_ema=True))
     assert state.move_to(place) and not state.move_to(place)
     tensors, names = state.tensors()
-    assert {t.device.type for t in tensors.values()} == {"xla"}
+    assert {t.device.type for t in tensors.values()} == {driver().device_type}
     assert set(names.values()) == {*dict(owner.module.named_parameters()), *dict(owner.module.named_buffers())}
     assert [*tensors] == [id(t) for t in state.device.tensors]
     assert state.move_to(HOST) and not state.move_to(HOST)
     assert all(one is other for one, other in zip(objects, owner.module.parameters(), strict=True))
-    assert same(before[:7], values(owner)[:7])  # a count of steps each has become one for all
+    assert same(before[:7], values(owner)[:7])  # a count of steps for each has become one for all
     assert owner.optimizer.state[objects[0]]["step"] == 1
 
 
@@ -108,7 +109,7 @@ def test_new_state_is_adopted_once():
     assert any(tensor is owner.module.seen for tensor in state.device.tensors)
 
 
-def test_what_is_saved_is_loaded_wherever_it_is(place):
+def test_saved_state_is_loaded_on_any_device(place):
     owner = Owner()
     stepped(owner)
     state = TrainState(owner, config(accumulate_steps=2, use_ema=True))
@@ -144,7 +145,7 @@ def test_what_is_saved_is_loaded_wherever_it_is(place):
         ),
     ],
 )
-def test_what_does_not_fit_changes_nothing(change, said):
+def test_a_mismatched_state_changes_nothing(change, said):
     source, owner = Owner(), Owner()
     stepped(source)
     state, loaded = TrainState(source, config()), TrainState(owner, config())
@@ -157,7 +158,7 @@ def test_what_does_not_fit_changes_nothing(change, said):
     assert same(before, values(owner)) and loaded.numbers == TrainNumbers()
 
 
-def test_a_trial_is_undone_with_what_it_created(place, cores):
+def test_a_trial_is_undone_with_its_new_state(place, cores):
     owner = Owner()
     state = TrainState(owner, config())
     state.move_to(place)

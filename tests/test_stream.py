@@ -1,4 +1,4 @@
-"""A stream's rows: each exactly once an epoch, over any number of hosts, and resumed anywhere."""
+"""A stream's rows: each exactly once in an epoch, over any number of hosts, and resumable at any position."""
 
 import gc
 import itertools
@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tpufit.data import PerHost, stream, workers
 from tpufit.data.per_host import LocalBatch
-from tpufit.data.position import at_next_pass
-from tpufit.data.sampling import order, rows_of
+from tpufit.data.position import start_of_next_pass
+from tpufit.data.sampling import permute_rows, select_shard_rows
 from tpufit.errors import ArgumentError, DataError
 from tpufit.utils.random import RNGState
 
 
 class Numbers(Dataset):
-    """Its samples are their own numbers; it notes which were read."""
+    """Samples are their own indices; it records reads."""
 
     def __init__(self, length):
         self.length, self.read = length, []
@@ -42,7 +42,9 @@ def rows(batches):
 @given(
     length=st.integers(1, 2000),
     batch_size=st.integers(1, 300),
-    owners=st.lists(st.integers(0, 3), min_size=1, max_size=8),  # of each core the host, which need not be neighbours
+    owners=st.lists(
+        st.integers(0, 3), min_size=1, max_size=8
+    ),  # the host of each core; a host's cores needn't be adjacent
     shuffle=st.booleans(),
     epoch=st.integers(0, 3),
     resume_at=st.floats(0, 1),
@@ -54,7 +56,7 @@ def test_every_row_exactly_once(length, batch_size, owners, shuffle, epoch, resu
     whole = rows(stream(data, **how).epoch(epoch))
     assert sorted(whole) == list(range(length))
 
-    position = round(resume_at * length)  # any row, also in the middle of what was a batch
+    position = round(resume_at * length)  # any row, also in the middle of a former batch
     before, after = [], []
     for host in sorted(set(owners)):
         shards = [i for i, owner in enumerate(owners) if owner == host]
@@ -77,23 +79,23 @@ def test_every_row_exactly_once(length, batch_size, owners, shuffle, epoch, resu
 
 @settings(deadline=None)
 @given(count=st.integers(1, 64), length=st.integers(0, 500), data=st.data())
-def test_hosts_part_a_batch_between_them(count, length, data):
+def test_hosts_share_a_batch(count, length, data):
     owners = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
-    parts = [rows_of([i for i, o in enumerate(owners) if o == h], count, length) for h in sorted(set(owners))]
+    parts = [select_shard_rows([i for i, o in enumerate(owners) if o == h], count, length) for h in sorted(set(owners))]
     assert sorted(np.concatenate(parts).tolist()) == list(range(length))
 
 
-def test_resuming_reads_nothing_of_what_was_before():
+def test_resuming_doesnt_read_earlier_rows():
     data = Numbers(1_000)
     resumed = stream(data, batch_size=10, shuffle=True, seed=1)
     resumed.load_state_dict({"batches": 99, "number": 4, "place": 990})
-    assert rows(resumed.epoch(4)) == data.read == order(1_000, 1, 4)[990:].tolist()
+    assert rows(resumed.epoch(4)) == data.read == permute_rows(1_000, 1, 4)[990:].tolist()
 
 
 def test_the_order_of_millions_of_rows_is_quick_to_find():
     resumed = stream(np.arange(3_000_000), batch_size=100, shuffle=True, seed=1)
     resumed.load_state_dict({"batches": 29_999, "number": 0, "place": 2_999_900})
-    assert rows(resumed.epoch(0)) == order(3_000_000, 1, 0)[-100:].tolist()
+    assert rows(resumed.epoch(0)) == permute_rows(3_000_000, 1, 0)[-100:].tolist()
 
 
 def loaders(length):
@@ -139,7 +141,7 @@ class Stateful:
         self.next = state["next"]
 
 
-def test_a_loader_with_a_state_of_its_own_is_resumed_by_it():
+def test_a_loader_with_state_is_resumed_by_it():
     first, data = stream(Stateful(9), cores=2), Stateful(9)
     ahead = [batch for _, batch in zip(range(4), first.epoch(0), strict=False)]
     state = first.state_dict(2)  # two were used, the others only read ahead
@@ -151,13 +153,13 @@ def test_a_loader_with_a_state_of_its_own_is_resumed_by_it():
 
 
 @pytest.mark.parametrize("steps", [None, 3])
-def test_the_pass_after_a_position_is_another_one(steps):
+def test_the_pass_after_a_position_has_a_new_order(steps):
     data = TensorDataset(torch.arange(40))
     generator = torch.Generator().manual_seed(5)
     first = stream(DataLoader(data, 10, shuffle=True, generator=generator), steps=steps)
     first.keeps_draws = True
     begun = [batch.tolist() for (batch,) in itertools.islice(first.epoch(0), 2)]
-    state = json.loads(json.dumps(at_next_pass(first.state_dict(2))))
+    state = json.loads(json.dumps(start_of_next_pass(first.state_dict(2))))
     drawn = RNGState.of(first.state_dict(2)["draws"])
 
     def following(restored):
@@ -171,28 +173,28 @@ def test_the_pass_after_a_position_is_another_one(steps):
         return [batch.tolist() for (batch,) in second.epoch(1)]
 
     assert following(True) == following(False) != begun
-    # Other data than then, which have no generator, begin anew as well.
+    # Different data, without a generator, start from the beginning too.
     other = stream(np.arange(40), batch_size=10, shuffle=True, steps=steps)
     other.load_state_dict(state)
-    assert next(other.epoch(1))[0].tolist() == order(40, 0, 1)[:10].tolist()
+    assert next(other.epoch(1))[0].tolist() == permute_rows(40, 0, 1)[:10].tolist()
 
 
 def test_a_position_in_other_data_is_refused():
-    with pytest.raises(DataError, match="no account"):
+    with pytest.raises(DataError, match="no state_dict"):
         stream(np.arange(3)).load_state_dict({"own": {"next": 1}})
 
 
 def test_a_position_that_was_not_reached():
     data = stream(np.arange(9), batch_size=2)
     next(data.epoch(0))
-    with pytest.raises(ArgumentError, match="not read as far as batch 2"):
+    with pytest.raises(ArgumentError, match="not read up to batch 2"):
         data.state_dict(2)
 
 
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @settings(deadline=None)
 @given(length=st.integers(1, 40), size=st.integers(1, 7), steps=st.integers(1, 20), done=st.integers(0, 100))
-def test_epochs_of_so_many_steps_end_with_the_data_and_resume_within_a_pass(length, size, steps, done):
+def test_epochs_by_steps_end_with_the_data_and_resume_within_a_pass(length, size, steps, done):
     def epochs(data, first, count):
         return [[rows([batch]) for batch in data.epoch(epoch)] for epoch in range(first, first + count)]
 
@@ -221,19 +223,19 @@ def test_epochs_of_so_many_steps_end_with_the_data_and_resume_within_a_pass(leng
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_fewer_batches_than_steps_are_warned_of(restart):
+def test_fewer_batches_than_steps_give_a_warning(restart):
     data = stream(np.arange(10), batch_size=1, steps=12, restart=restart)
     for _ in range(2):
         with pytest.warns(UserWarning, match=r"x ran out of data after 10 of 12 steps"):
             assert len(list(data.epoch(0))) == 10
 
 
-def test_an_iterator_with_too_few_batches_ends_its_epoch_and_the_next_one_has_none():
+def test_an_exhausted_iterator_ends_its_epoch():
     data = stream((np.arange(2) + i for i in range(4)), steps=3)
     assert len(list(data.epoch(0))) == 3
     with pytest.warns(UserWarning, match="ran out of data after 1 of 3 steps"):
         assert len(list(data.epoch(1))) == 1
-    with pytest.raises(DataError, match="x gave no batches for this epoch, and can't be read again"):
+    with pytest.raises(DataError, match="x yielded no batches for this epoch, and can't be read again"):
         list(data.epoch(2))
 
 
@@ -278,7 +280,7 @@ def test_a_host_without_rows_of_the_last_batch():
     assert [(part.batch[0].tolist(), part.rows) for part in parts] == [([2, 3], 4), ([], 1)]
 
 
-def test_batches_of_each_hosts_own():
+def test_batches_local_to_each_host():
     parts = list(stream(PerHost([torch.ones(2), torch.ones(2), torch.ones(2)]), cores=4, local_shards=[0, 1]).epoch(0))
     assert [(len(part.batch), part.rows) for part in parts] == [(4, 8), (2, 4)]
 

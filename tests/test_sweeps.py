@@ -1,4 +1,4 @@
-"""Many trainings of one architecture in one process: the later ones compile nothing, and leave nothing behind."""
+"""Many trainings of one architecture in one process: later trainings compile nothing, and leave nothing behind."""
 
 import gc
 
@@ -14,10 +14,10 @@ Y = X.sum(1, keepdim=True)
 
 
 def trial(number, cores):
-    """Train a new net with a rate, a decay and a seed of its own. Returns the cost, and the losses."""
+    """Train a new net with its own rate, decay and seed. Return the cost, and the losses."""
     tpufit.set_random_seed(number)
     model = tpufit.Model(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 1)))
-    # None of the decays is another number of the step, such as the dropout's: XLA would keep both as one.
+    # No decay equals another number of the step, e.g. the dropout's: XLA would merge both into one.
     rate, decay = 1e-3 * (number + 1), 0.0103 * (number + 1)
     model.compile(lambda parameters: torch.optim.AdamW(parameters, rate, weight_decay=decay), "mse")
     before = runtime.counts()
@@ -27,6 +27,7 @@ def trial(number, cores):
 
 
 @pytest.mark.cores(1, 8)
+@pytest.mark.runtime("torch_xla")  # in TorchTPU's graphs a weight decay is a constant
 def test_another_rate_decay_and_seed_compile_nothing(cores):
     _, first = trial(0, cores)
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""Tables and series of pandas, polars and pyarrow are arrays wherever these go, and what is no number is named."""
+"""Tables and series of pandas, polars and pyarrow can replace arrays, and columns that aren't numbers are named."""
 
 import numpy as np
 import pandas as pd
@@ -29,7 +29,7 @@ def rows(*data, **how):
 
 
 @pytest.mark.parametrize(("table", "series"), KINDS.values(), ids=KINDS)
-def test_tables_are_the_arrays_that_they_hold(table, series):
+def test_tables_equal_their_arrays(table, series):
     assert rows(table(COLUMNS), series(Y)) == rows(X, Y)
     assert rows(table(COLUMNS), series(Y), shuffle=True, cores=2) == rows(X, Y, shuffle=True, cores=2)
     for column in COLUMNS.values():
@@ -57,7 +57,7 @@ def test_categories_count_as_their_values():
             "column 'town' must hold .* row 0 has 'Ulm'",
         ),
         (pl.DataFrame({"size": [1.0, 2.0], "town": ["Ulm", "Bonn"]}), "column 'town' .* row 0 has 'Ulm'"),
-        (pa.table({"size": [1.0, 2.0], "town": ["Ulm", "Bonn"]}), "column 'town' .* give text as numbers"),
+        (pa.table({"size": [1.0, 2.0], "town": ["Ulm", "Bonn"]}), "column 'town' .* encode text as numbers"),
         (pd.Series(pd.Categorical(["a", "b"]), name="kind"), "column 'kind' .* row 0 has 'a'"),
         (pd.DataFrame({"rooms": pd.array([1, None], dtype="Int64")}), "column 'rooms' .* row 1 has nan. Fill missing"),
         (pd.DataFrame({"new": pd.array([True, None], dtype="boolean"), "a": [1, 2]}), "column 'new' .* row 1 has <NA>"),
@@ -68,7 +68,7 @@ def test_categories_count_as_their_values():
         (pd.Series([[1, 2], [3]], name="words"), r"column 'words' .* row 0 has \[1, 2\]"),
     ],
 )
-def test_what_is_no_number_is_named(wrong, says):
+def test_columns_that_arent_numbers_are_named(wrong, says):
     with pytest.raises(DataError, match=says):
         stream(wrong)
     with pytest.raises(DataError, match=says):
@@ -76,7 +76,7 @@ def test_what_is_no_number_is_named(wrong, says):
 
 
 @pytest.mark.cores(1, 8)
-def test_a_model_takes_tables_wherever_it_takes_arrays(cores):
+def test_a_model_accepts_tables_instead_of_arrays(cores):
     def values(x, y, weight):
         torch.manual_seed(0)
         model = tpufit.Model(nn.Linear(3, 2))

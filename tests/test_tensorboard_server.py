@@ -36,7 +36,7 @@ import json
 print(json.dumps(history.history))
 """
 
-# Killed in the third epoch, after a checkpoint at the end of the second; and what goes on from there.
+# Killed in the third epoch, after a checkpoint at the end of the second; and its continuation.
 CUT_OFF = """
 import json, os, signal, sys
 import numpy as np, tpufit, torch
@@ -89,7 +89,7 @@ def server(tmp_path):
                 if until(answer):
                     return answer
             except urllib.error.URLError:
-                pass  # it is still starting, or has not read so far
+                pass  # it is still starting, or hasn't read all files
             time.sleep(0.3)
         pytest.fail(f"the server had no answer to {path} in {timeout} s: {(log.seek(0), log.read())[1]}")
 
@@ -114,7 +114,7 @@ def test_a_fit_over_http(run_python, server, tmp_path):
     )
 
     def points(run, tag, count=3):
-        """The server reads a run bit by bit: it is asked until it has as many points as were written."""
+        """The server reads a run in pieces: query it until it has all points that were written."""
         answer = server(f"scalars/scalars?run=a/{run}&tag={tag}", until=lambda found: len(found) >= count)
         return [(step, value) for _, step, value in answer]
 
@@ -124,7 +124,7 @@ def test_a_fit_over_http(run_python, server, tmp_path):
             assert points(run, f"epoch_{name}") == [(i, pytest.approx(value)) for i, value in expected]
     assert points("train", "epoch_learning_rate") == [(i, pytest.approx(0.1 / 2**i)) for i in range(3)]
     steps = [step for step, _ in points("train", "batch_loss", count=6)]
-    assert len(steps) == 6 and steps == sorted(set(steps))  # 3 epochs of 4 steps, every second of them
+    assert len(steps) == 6 and steps == sorted(set(steps))  # 3 epochs of 4 steps, every second step
 
     for tag, size in (("weights/weight", 12), ("weights/bias", 3)):
         query = f"histograms/histograms?run=a/train&tag={tag}"
@@ -147,7 +147,7 @@ def test_a_fit_over_http(run_python, server, tmp_path):
 
     (trace,) = (tmp_path / "logs/a/train/plugins/profile").glob("*/*.trace.json.gz")
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
-    assert "PjRtCpuExecutable::ExecuteHelper" in names  # the steps; the operations in them are there too
+    assert "PjRtCpuExecutable::ExecuteHelper" in names  # the steps; the operations in them are shown too
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_a_server_that_is_open_shows_no_step_twice_after_a_crash(run_python, ser
 
     killed = run_python(CUT_OFF)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert steps("batch_loss", lambda found: len(found) == 11) == list(range(1, 12))  # 4 an epoch
+    assert steps("batch_loss", lambda found: len(found) == 11) == list(range(1, 12))  # 4 in each epoch
     assert steps("epoch_loss", bool) == [0, 1]
     resumed = run_python(CUT_OFF)
     assert resumed.returncode == 0, resumed.stderr

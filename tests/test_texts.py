@@ -1,4 +1,4 @@
-"""Texts packed into rows: each is computed as if alone, each token counts once, the same on any number of cores."""
+"""Texts packed into rows: each is computed as if alone, each token counts once, on any number of cores."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from tpufit.callbacks import ModelCheckpoint
 from tpufit.data import PackedDataset, TokenFile, stream
 from tpufit.data.texts import pack
 from tpufit.errors import ArgumentError, DataError
-from tpufit.runtime.ops.flash import interpreted
+from tpufit.runtime.trace_context import tracing_with
 
 VOCABULARY = 40
 
@@ -25,7 +25,7 @@ def texts(count=30, longest=16):
     return [draw.integers(1, VOCABULARY, draw.integers(2, longest + 1)) for _ in range(count)]
 
 
-def test_every_text_is_in_one_row_in_order_and_padding_is_little():
+def test_texts_are_packed_in_order_with_little_padding():
     given = texts(300)
     data = PackedDataset(given, 16)
     found = []
@@ -46,7 +46,7 @@ def test_every_text_is_in_one_row_in_order_and_padding_is_little():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rows_are_as_full_as_first_fit_decreasing_makes_them(seed):
+def test_rows_are_as_full_as_by_first_fit_decreasing(seed):
     sizes = np.random.default_rng(seed).integers(1, 65, 500)
     rows = pack(sizes, 64)
     assert sorted(np.concatenate(rows)) == [*range(500)] and all(sizes[row].sum() <= 64 for row in rows)
@@ -88,11 +88,11 @@ def test_long_texts_and_labels_of_some_tokens():
         (
             lambda: PackedDataset([[1, 2], [3, 50]], 4, vocab_size=40),
             DataError,
-            "text 1 has token 50, and vocab_size is 40: the tokens are of another tokenizer",
+            "text 1 has token 50, and vocab_size is 40: the tokenizer isn't the net's",
         ),
     ],
 )
-def test_what_is_refused(make, error, message):
+def test_invalid_texts(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -106,20 +106,20 @@ def test_a_file_of_tokens(tmp_path):
         assert len(data) == 10 and data[3]["input_ids"].tolist() == tokens[297:396].tolist()
         x, y = TokenFile(tmp_path / name, 100, shift=True)[8]
         assert x.tolist() == tokens[800:900].tolist() and y.tolist() == tokens[801:901].tolist()
-        assert len(TokenFile(tmp_path / name, 100, shift=True)) == 9  # nothing comes after the last token
-    with pytest.raises(DataError, match="no whole number of uint16"):
+        assert len(TokenFile(tmp_path / name, 100, shift=True)) == 9  # nothing follows the last token
+    with pytest.raises(DataError, match="no multiple of uint16's size"):
         (tmp_path / "odd.bin").write_bytes(b"abc")
         TokenFile(tmp_path / "odd.bin", 2)
     with pytest.raises(DataError, match="1,?000 tokens, too few for a row of 2000"):
         TokenFile(tmp_path / "train.bin", 2000)
-    with pytest.raises(DataError, match="has token 39, and vocab_size is 30: the tokens are of another tokenizer"):
+    with pytest.raises(DataError, match="has token 39, and vocab_size is 30: the tokenizer isn't the net's"):
         next(stream(TokenFile(tmp_path / "train.bin", 50, vocab_size=30), batch_size=2).epoch(0))
     np.save(tmp_path / "negative.npy", np.arange(-1, 9))
     with pytest.raises(DataError, match="has token -1: tokens are whole numbers from 0"):
         next(stream(TokenFile(tmp_path / "negative.npy", 5), batch_size=2).epoch(0))
 
 
-def test_hosts_read_rows_of_their_own_that_together_are_all():
+def test_hosts_read_disjoint_rows():
     data = PackedDataset(texts(100), 16)
     whole = [batch["input_ids"] for batch in stream(data, batch_size=2, cores=4, shuffle=True).epoch(1)]
     hosts = [
@@ -186,7 +186,7 @@ def test_eager_attention_takes_the_mask_too(cores):
 
 
 class Own(nn.Module):
-    """A net of one's own, which makes its mask of segments."""
+    """A custom net, which computes its mask from segments."""
 
     def __init__(self):
         super().__init__()
@@ -198,11 +198,13 @@ class Own(nn.Module):
         x = self.tokens(input_ids) + self.places(position_ids)
         q, k, v = self.qkv(x).chunk(3, -1)
         mask = (segment_ids[:, :, None] == segment_ids[:, None]).tril()
-        return self.head(x + F.scaled_dot_product_attention(q, k, v, mask)).mT  # classes before places, as PyTorch's
+        return self.head(
+            x + F.scaled_dot_product_attention(q, k, v, mask)
+        ).mT  # classes before positions, as in PyTorch
 
 
 class Heads(nn.Module):
-    """A net that takes the mask as it comes, or makes one of segments."""
+    """A net that uses the given mask, or computes one from segments."""
 
     def __init__(self):
         super().__init__()
@@ -220,17 +222,17 @@ class Heads(nn.Module):
         return self.head(seen.transpose(1, 2).flatten(2)).mT
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.cores(1, 8, quick=False)
-@pytest.mark.parametrize("mask", [pytest.param(True, marks=pytest.mark.soak), False], ids=["mask", "segments"])
-def test_packed_rows_under_flash_attention_are_those_under_plain_attention(cores, mask):
+@pytest.mark.parametrize("mask", [True, False], ids=["mask", "segments"])
+def test_packed_rows_with_flash_equal_plain_attention(cores, mask):
     pytest.importorskip("jax")
     data = PackedDataset(texts(60, longest=60), 128, shift=True, mask=mask)
     losses, ends = [], []
     for attention in ("flash", "plain"):
         model = tpufit.Model(Heads())
         model.compile(partial(torch.optim.SGD, lr=0.1), "cross_entropy", scale_lr=None, attention=attention)
-        with interpreted():
+        with tracing_with(interprets_flash=True):
             losses += model.fit(data, batch_size=8 // cores, verbose=0, shuffle=False, cores=cores).history["loss"]
         ends.append(model.get_weights())
         assert set(model.report().attention.values()) <= {"flash"}
@@ -240,7 +242,7 @@ def test_packed_rows_under_flash_attention_are_those_under_plain_attention(cores
 
 
 @pytest.mark.cores(1, 8)
-def test_a_net_of_ones_own_takes_pairs_and_segments_and_goes_on_from_a_checkpoint(cores, tmp_path):
+def test_a_custom_net_takes_pairs_and_segments_and_resumes(cores, tmp_path):
     data = PackedDataset(texts(100), 16, shift=True, mask=False)
     make = partial(torch.optim.SGD, lr=0.1)
 
@@ -255,7 +257,7 @@ def test_a_net_of_ones_own_takes_pairs_and_segments_and_goes_on_from_a_checkpoin
     whole = fit(2, tmp_path / "a")
     again = fit(2, tmp_path / "b", resume=tmp_path / "a" / "step-0000000005")
     assert all(map(np.array_equal, whole.get_weights(), again.get_weights()))
-    # One row is as its texts alone.
+    # A row gives the same results as its texts alone.
     row, net = data[0], Own()
     model = tpufit.Model(net)
     model.compile(make, "cross_entropy", scale_lr=None)
@@ -287,24 +289,24 @@ class Wrapped(nn.Module):
 
 @pytest.mark.cores(1)
 @pytest.mark.parametrize("wrap", [nn.Identity, Wrapped])
-def test_texts_of_another_tokenizer_than_the_models_are_an_error_before_anything_is_compiled(cores, wrap, tmp_path):
+def test_texts_of_another_tokenizer_are_refused_before_compiling(cores, wrap, tmp_path):
     net = gpt(50)
-    net = Wrapped(net) if wrap is Wrapped else net  # 64 positions are no tokens
+    net = Wrapped(net) if wrap is Wrapped else net  # the 64 positions aren't tokens
     name = type(net).__name__
     model = tpufit.Model(net)
     model.compile("adamw", "module")
-    with pytest.raises(DataError, match=f"the texts have token 50, and {name} knows 50 tokens: they are of"):
+    with pytest.raises(DataError, match=f"the texts have token 50, and {name} knows 50 tokens: the tokenizer"):
         model.fit(PackedDataset([[1, 2], [3, 50]], 8, vocab_size=60), verbose=0)
     tokens = np.arange(3_000_000, dtype="uint16") % 50
     tokens[2_999_999] = 50
     tokens.tofile(tmp_path / "train.bin")
     data = TokenFile(tmp_path / "train.bin", 8)
     for rows in (data, Subset(data, range(2)), DataLoader(data, 2)):
-        with pytest.raises(DataError, match=f"train.bin has token 50, and {name} knows 50 tokens: they are of"):
+        with pytest.raises(DataError, match=f"train.bin has token 50, and {name} knows 50 tokens: the tokenizer"):
             model.fit(rows, verbose=0)
     with pytest.raises(DataError, match="knows 50 tokens"):
         model.evaluate(data, verbose=0)
-    with pytest.raises(DataError, match=f"pad=50 is no token of {name}, which knows 50 tokens"):
+    with pytest.raises(DataError, match=f"pad=50 isn't a token of {name}, which knows 50 tokens"):
         model.fit(PackedDataset([[1, 2]], 8, pad=50), verbose=0)
     tokens[:2_999_999].tofile(tmp_path / "good.bin")
     for rows in (PackedDataset([[1] * 65], 80), TokenFile(tmp_path / "good.bin", 65)):
@@ -324,9 +326,7 @@ class OwnNet(nn.Module):
 
 
 @pytest.mark.cores(1)
-def test_a_token_that_no_embedding_knows_is_found_as_it_is_read_unless_the_file_says_how_many_there_are(
-    cores, tmp_path, monkeypatch
-):
+def test_a_token_beyond_the_embeddings_is_refused_as_it_is_read(cores, tmp_path, monkeypatch):
     monkeypatch.setattr("tpufit.data.texts._PIECES", 1)
     monkeypatch.setattr("tpufit.data.texts._PIECE", 80)
     tokens = np.arange(160, dtype="uint16") % 20

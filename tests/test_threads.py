@@ -1,7 +1,8 @@
-"""The threads of a process use its device one after another, and none loses what another one holds."""
+"""The threads of a process take turns on its device, and none loses what another holds."""
 
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -13,13 +14,16 @@ import tpufit
 from tpufit.backend.threads import Turns
 from tpufit.callbacks import Callback
 from tpufit.errors import BusyError
+from tpufit.runtime.lazy import find_alive
+from tpufit.runtime.own_thread import guarding
+from tpufit.utils.collector import collector
 
 X = np.random.default_rng(0).random((64, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
 
 
 def in_thread(*calls):
-    """Run calls in a thread of their own, and return it with the list of what they return or raise."""
+    """Run calls in a new thread, and return it with the list of their results or errors."""
     answers = []
 
     def run():
@@ -39,22 +43,60 @@ def waits_for(turns):
         time.sleep(0.001)
 
 
-def test_a_thread_waits_for_the_end_of_a_call_or_is_let_in():
+def test_guarded_tensors_leave_no_reference_cycle():
+    """Such a cycle would keep every frame below, and with them a whole trace, until the garbage collector runs."""
+
+    class Value: ...
+
+    def use():
+        value = Value()
+        with guarding([torch.zeros(1)]):
+            pass
+        return weakref.ref(value)
+
+    with collector.pausing():
+        assert use()() is None
+
+
+@pytest.mark.cores(1)
+def test_tensors_are_listed_while_another_thread_frees_some(cores, capfd):
+    """PyTorch warns of tensors freed while Python lists them; their memory may be overwritten later."""
+    fit(model(), cores, epochs=1)
+    stop = threading.Event()
+
+    def free():
+        start = torch.ones(2, requires_grad=True)
+        while not stop.is_set():
+            result = start
+            for _ in range(50):
+                result = result * result  # autograd's graph keeps its factors, and Python no longer does
+            del result
+
+    thread, answers = in_thread(free)
+    for _ in range(100):
+        find_alive()
+    stop.set()
+    thread.join(60)
+    assert answers == [None]
+    assert "live PyObject references" not in capfd.readouterr().err
+
+
+def test_a_thread_waits_for_a_call_or_is_admitted():
     turns = Turns()
     order = []
 
     def call(name, alone=False):
-        with turns.taken(name, alone):
+        with turns.taking_turn(name, alone):
             order.append(name)
 
-    with turns.taken("fit"):
+    with turns.taking_turn("fit"):
         thread, _ = in_thread(lambda: call("predict"), lambda: call("fit", alone=True))
         waits_for(turns)
-        with turns.taken("predict"):  # the same thread may go on
+        with turns.taking_turn("predict"):  # the same thread may continue
             order.append("callback")
         turns.give_way()
         waits_for(turns)
-        turns.give_way()  # not to a second fit
+        turns.give_way()  # not for a second fit
         order.append("end of the first fit")
     thread.join(20)
     assert order == ["callback", "predict", "end of the first fit", "fit"]
@@ -65,15 +107,15 @@ def test_reading_data_lends_the_device_to_short_calls_only():
     done = threading.Event()
 
     def take(call, alone=False):
-        with turns.taken(call, alone):
+        with turns.taking_turn(call, alone):
             pass
 
     def read():
-        with turns.taken("predict"), turns.lent():
-            return turns.elsewhere()
+        with turns.taking_turn("predict"), turns.lending():
+            return turns.describe_other_call()
 
-    with turns.taken("fit"):
-        with turns.lent():
+    with turns.taking_turn("fit"):
+        with turns.lending():
             second, _ = in_thread(lambda: take("fit", alone=True), done.set)
             waits_for(turns)
             thread, answers = in_thread(read)
@@ -81,17 +123,17 @@ def test_reading_data_lends_the_device_to_short_calls_only():
             assert answers == ["fit in thread 'MainThread'"]
         assert not done.is_set()
     second.join(20)
-    assert done.is_set() and not turns.elsewhere()
+    assert done.is_set() and not turns.describe_other_call()
 
 
-def test_many_threads_never_meet():
+def test_many_threads_never_overlap():
     turns = Turns()
     inside = []
     met = []
 
     def work(name):
         for i in range(200):
-            with turns.taken(name, alone=i % 5 == 0):
+            with turns.taking_turn(name, alone=i % 5 == 0):
                 met.extend(inside)
                 inside.append(name)
                 time.sleep(0)
@@ -99,7 +141,7 @@ def test_many_threads_never_meet():
                 if i % 3 == 0:
                     turns.give_way()
                 elif i % 7 == 0:
-                    with turns.lent():
+                    with turns.lending():
                         time.sleep(0)
 
     threads = [in_thread(lambda name=name: work(name)) for name in "abcdef"]
@@ -111,8 +153,8 @@ def test_many_threads_never_meet():
 def test_a_thread_that_is_waited_for_is_refused(monkeypatch):
     monkeypatch.setattr("tpufit.backend.threads._PATIENCE", 0.5)
     turns = Turns()
-    with turns.taken("fit"):
-        thread, answers = in_thread(lambda: turns.taken("predict").__enter__())
+    with turns.taking_turn("fit"):
+        thread, answers = in_thread(lambda: turns.taking_turn("predict").__enter__())
         thread.join(20)
     assert isinstance(answers[0], BusyError) and not turns.waited_for
     assert "predict can't begin beside fit in thread 'MainThread'" in str(answers[0])
@@ -209,7 +251,6 @@ def test_two_fits_in_two_threads(cores, same):
 
 
 @pytest.mark.cores(1)
-@pytest.mark.filterwarnings("ignore:the device waited for data")
 def test_data_may_ask_the_model_that_they_train(cores):
     """As in reinforcement learning: rows come from threads that predict, which `fit` waits for."""
 

@@ -1,4 +1,4 @@
-"""A training step by tpufit, by hand and by Keras on JAX does the same work, as the TPU's compiler counts it."""
+"""A training step by tpufit, by hand and by Keras on JAX does the same work, as counted by the TPU's compiler."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from tpufit.utils.child_python import child_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_children")]
+pytestmark = pytest.mark.slow
 
 BENCHMARK = ROOT / "tests" / "benchmarks" / "tpu_programs.py"
 FILES = {"tpufit": "tpu_programs.json", "by hand": "tpu_by_hand.json"}
@@ -18,7 +18,7 @@ if importlib.util.find_spec("keras"):
 
 
 @pytest.mark.soak
-def test_a_step_of_an_mlp_is_the_same_work_by_all_means(tmp_path):
+def test_an_mlps_step_is_the_same_work_everywhere(tmp_path):
     found = {}
     for name, file in FILES.items():
         command = [str(BENCHMARK), "--only", "MLP 2 x 2048", "--contender", name, "--out", str(tmp_path)]

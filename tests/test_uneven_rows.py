@@ -1,4 +1,6 @@
-"""Rows that the cores can't share evenly are picked, placed, ordered and paired as in plain PyTorch."""
+"""Rows that the cores can't divide evenly are indexed, set, sorted and paired as in plain PyTorch."""
+
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from uneven import KINDS
 import tpufit
 from tpufit import runtime
 from tpufit.backend import Sharding
-from tpufit.runtime.ops.kernels import own_kernels
+from tpufit.runtime.ops.kernels import replace_kernels
 
 
 def drawn(rows):
@@ -19,7 +21,7 @@ def drawn(rows):
 
 
 def results(kinds, x, y, weight):
-    """The loss of each kind and its gradient."""
+    """Return the loss of each kind, and its gradient."""
     weight.requires_grad_()
     losses = [KINDS[kind](x @ weight, y) for kind in kinds]
     return [(loss.detach(), torch.autograd.grad(loss, weight)[0]) for loss in losses]
@@ -28,7 +30,7 @@ def results(kinds, x, y, weight):
 def check(place, rows, kinds):
     weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     x, y, there = runtime.to_device([*drawn(rows), weight], place, [Sharding.ROWS, Sharding.ROWS, Sharding.WHOLE])
-    with own_kernels():
+    with replace_kernels():
         found = results(kinds, x, y, there)
     values = iter(runtime.to_host([place.pin(tensor) for pair in found for tensor in pair], "test"))
     for kind, pair in zip(kinds, results(kinds, *drawn(rows), weight), strict=True):
@@ -88,7 +90,8 @@ def test_an_epoch_with_a_short_last_batch_is_exact(cores, options):
 
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("rows", [1, 2, 13, 1000])
-def test_randperm_is_a_permutation_that_the_seed_tells(place, rows):
+@pytest.mark.runtime("torch_xla")
+def test_randperm_is_a_permutation_by_the_seed(place, rows):
     import torch_xla.core.xla_model as xm
 
     def drawn_order():
@@ -102,6 +105,7 @@ def test_randperm_is_a_permutation_that_the_seed_tells(place, rows):
 
 
 @pytest.mark.cores(1)
+@pytest.mark.runtime("torch_xla")  # PyTorch's error
 def test_randperm_of_a_dtype(place):
     order = torch.randperm(5, device=place.device, dtype=torch.int32)
     assert order.dtype is torch.int32 and not len(torch.randperm(0, device=place.device))
@@ -114,3 +118,29 @@ def test_randperm_of_a_dtype(place):
 @pytest.mark.parametrize("rows", range(1, 65))
 def test_any_number_of_rows_is_indexed_as_in_pytorch(place, rows):
     check(place, rows, list(KINDS)[rows % 3 :: 3])  # a third of the kinds: all would take minutes
+
+
+# A replayed step can't have these: they read a value, or the host computes them.
+ON_HOST = {
+    *("cdist", "class weights by bincount", "kthvalue", "largest row", "masked rows that are set", "max_unpool"),
+    *("one column for all", "rows of a mask", "unfold"),
+}
+
+
+class OfAllKinds(tpufit.Model):
+    def train_step(self, batch):
+        x, y = batch
+        out = self(x)
+        loss = sum(KINDS[kind](out, y) for kind in KINDS if kind not in ON_HOST)
+        self.apply_gradients(loss)
+        return {"loss": loss}
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the TPU's compiler needs a JAX for Python 3.11")
+@pytest.mark.parametrize("rows", [1, 13])
+def test_the_compiler_of_tpus_takes_any_number_of_rows(rows):
+    model = OfAllKinds(nn.Linear(3, 4))
+    model.compile(optim.SGD(model.module.parameters(), 0.1))
+    report = model.preflight(*drawn(64 + rows), 8, tpu="v5e-8", verbose=0)
+    assert [(program.role, program.rows) for program in report.programs] == [("train", 64), ("train", rows)]

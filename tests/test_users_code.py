@@ -1,15 +1,20 @@
-"""Warnings point at the user's own line, wherever in tpufit they come from, and show nothing of tpufit's code."""
+"""Warnings point at the user's line, from anywhere in tpufit, and don't show tpufit's code."""
 
+import gc
 import inspect
 import re
+import sys
 import threading
+from time import sleep
 
 import pytest
 import torch
 from torch import nn
 
 import tpufit
-from tpufit.utils.users_code import raising_line, users_line, warn
+from tpufit.backend.threads import Turns
+from tpufit.runtime.own_thread import guarding
+from tpufit.utils.users_code import find_line_of_thread, is_users, raising_line, users_line, warn
 
 
 def here():
@@ -33,7 +38,34 @@ def test_a_warning_of_a_thread_is_shown_at_the_main_threads_line():
     assert caught[0].filename == __file__ and first < caught[0].lineno < first + len(source.splitlines())
 
 
-def test_the_line_that_an_error_or_its_cause_came_by():
+def test_no_gc_while_threads_frames_are_read(monkeypatch):
+    """On Python 3.11, collecting an object that lets another thread run overwrites memory."""
+    native = sys._current_frames
+    turns = Turns()
+    running = []
+
+    def looked_at():
+        running.append(gc.isenabled())
+        return native()
+
+    monkeypatch.setattr(sys, "_current_frames", looked_at)
+    assert find_line_of_thread(threading.get_ident()).startswith("test_users_code.py:")
+    with pytest.warns(UserWarning, match="from afar"):
+        thread = threading.Thread(target=warn, args=["from afar"])
+        thread.start()
+        thread.join()
+    with guarding([torch.zeros(1)]):
+        assert gc.isenabled()
+    with turns.taking_turn("fit"):
+        thread = threading.Thread(target=turns.taking_turn("predict").__enter__, daemon=True)
+        thread.start()
+        while len(running) < 4:
+            sleep(0.01)
+    thread.join()
+    assert running[:4] == [False] * 4 and gc.isenabled()
+
+
+def test_the_users_line_of_an_error_or_its_cause():
     def wrong():
         torch.zeros(2) @ torch.zeros(3)
 
@@ -77,3 +109,9 @@ def test_a_step_that_cant_be_replayed_is_shown_at_fit(cores):
         model.fit(x, x[:, :1], batch_size=8, verbose=0, cores=cores)
         line = here() - 1
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
+
+
+@pytest.mark.parametrize("folder", ["lib/python3.12/site-packages", "usr/local/lib/python3.12/dist-packages"])
+def test_code_of_installed_packages_is_not_the_users(folder):
+    assert not is_users(f"/{folder}/torch/nn/modules/module.py")
+    assert is_users("/content/train.py")

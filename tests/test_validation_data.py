@@ -1,4 +1,4 @@
-"""Validation data are looked at before the first epoch: what is wrong with them costs no training."""
+"""Validation data are checked before the first epoch, so that errors in them cost no training."""
 
 import warnings
 
@@ -55,13 +55,13 @@ def test_no_step_is_taken(cores, held_out, kind, says):
     assert set(fit(model, (X, Y), cores)) == {"loss", "accuracy", "val_loss", "val_accuracy"}
 
 
-def test_arrays_in_a_list_are_no_validation_data(cores):
+def test_arrays_in_a_list_arent_validation_data(cores):
     for held_out, parts in (([X, Y], r"\(x, y\)"), ([X, Y.tolist(), X[:, 0]], r"\(x, y, sample_weight\)")):
         with pytest.raises(ArgumentError, match=f"validation_data is a list of . arrays, .* pass a tuple, {parts}"):
             fit(compiled(), held_out, cores)
 
 
-def test_the_trial_does_not_repeat_what_the_module_warns_of(cores):
+def test_the_check_doesnt_repeat_the_modules_warnings(cores):
     class Warns(nn.Linear):
         def forward(self, x):
             warnings.warn(f"runs on {x.device.type}", stacklevel=1)
@@ -72,7 +72,7 @@ def test_the_trial_does_not_repeat_what_the_module_warns_of(cores):
     assert {str(warning.message) for warning in caught} == {"runs on xla"}
 
 
-def test_what_is_wrong_with_all_data_is_said_of_the_training(cores):
+def test_errors_in_all_data_name_the_training_data(cores):
     with pytest.raises(LabelError, match="^label 3"):
         fit(compiled(), (X, Y + 1), cores, y=Y + 1)
 
@@ -84,7 +84,7 @@ def test_an_iterator_loses_no_batch(cores):
     assert history["val_loss"] == pytest.approx([model.evaluate(X, Y, size, verbose=0)[0]], abs=1e-6)
 
 
-def test_a_module_that_needs_values_or_keeps_some_is_left_alone(cores):
+def test_a_module_that_reads_values_isnt_checked(cores):
     class Picky(nn.Linear):
         seen = None
 
@@ -113,7 +113,7 @@ def test_a_module_that_needs_values_or_keeps_some_is_left_alone(cores):
     handle.remove()
 
 
-def test_data_with_batches_of_their_own_dont_take_the_batch_size_of_training(cores, recwarn):
+def test_data_in_batches_ignore_the_batch_size_of_training(cores, recwarn):
     """A loader would be refused with it, and an iterable would warn."""
     batches = [(X[i : i + 4], Y[i : i + 4]) for i in range(0, 32, 4)]
     values = [

@@ -1,4 +1,4 @@
-"""Validation inside an epoch: when it is, what it tells, and that training goes on as if there had been none."""
+"""Validation inside an epoch: when it happens, its logs, and that training isn't affected."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def compiled(**arguments):
 
 
 class Record(Callback):
-    """What was called, in order: the number of each batch, and of each validation its logs."""
+    """Records the calls in order: the number of each batch, and the logs of each validation."""
 
     def __init__(self, weights=False):
         self.events, self.train_logs, self.weights = [], [], [] if weights else None
@@ -46,7 +46,7 @@ class Record(Callback):
 
     @property
     def validated_after(self):
-        """The batches that a validation came after."""
+        """Return the batches that are followed by a validation."""
         return [before for before, event in zip(self.events, self.events[1:], strict=False) if isinstance(event, dict)]
 
     @property
@@ -59,8 +59,8 @@ def fit(model, cores, callbacks=(), epochs=2, **arguments):
     return model.fit(X, Y, epochs=epochs, callbacks=list(callbacks), **(given | arguments)).history
 
 
-def test_training_goes_on_as_if_there_had_been_none(cores):
-    """Weights, running means, seeds and graphs are those of a fit that validates at the epochs' ends only."""
+def test_validation_doesnt_affect_training(cores):
+    """Weights, running means, seeds and graphs equal those of a fit that validates only at the epochs' ends."""
     model, twin, record, other = compiled(), compiled(), Record(weights=True), Record()
     before = runtime.counts()
     history = fit(model, cores, [record], epochs=3, validation_step_freq=2)
@@ -72,7 +72,7 @@ def test_training_goes_on_as_if_there_had_been_none(cores):
 
     assert record.validated_after == [1, 3, 5, 6] * 3
     assert not counts.captures and counts.host_reads == 0 and not counts.fallbacks
-    assert counts.graphs["train"] <= 2 and counts.graphs["eval"] <= 2  # a whole batch, and a short one
+    assert counts.graphs["train"] <= 2 and counts.graphs["eval"] <= 2  # a whole batch, and a short batch
     waits = {reason: n for reason, n in counts.waits.items() if reason not in ("throttle", "capture", "audit", "state")}
     assert waits == {"logs": 3 + 4 * 3, "batch logs": 7 * 3}
 
@@ -81,7 +81,7 @@ def test_training_goes_on_as_if_there_had_been_none(cores):
         assert twin.evaluate(*HELD, 32 // cores, verbose=0, return_dict=True) == logs
 
 
-def test_the_last_step_is_validated_after_once(cores):
+def test_the_last_step_has_a_single_validation(cores):
     record = Record()
     history = fit(compiled(), cores, [record], validation_step_freq=7)
     assert record.validated_after == [6, 6] and history["val_loss"] == [logs["loss"] for logs in record.tests]
@@ -96,13 +96,13 @@ def test_the_last_step_is_validated_after_once(cores):
         (4, {"steps_per_epoch": 5}, [3, 4]),
     ],
 )
-def test_a_share_of_an_epoch(cores, freq, options, batches):
+def test_a_fraction_of_an_epoch(cores, freq, options, batches):
     record = Record()
     fit(compiled(), cores, [record], epochs=1, validation_step_freq=freq, **options)
     assert record.validated_after == batches
 
 
-def test_epochs_that_dont_end_with_one_have_the_logs_of_their_last(cores):
+def test_epochs_have_the_logs_of_their_last_validation(cores):
     record = Record()
     history = fit(compiled(), cores, [record], epochs=3, validation_step_freq=3, validation_freq=[2])
     assert record.validated_after == [2, 5, 2, 5, 6, 2, 5]
@@ -111,7 +111,7 @@ def test_epochs_that_dont_end_with_one_have_the_logs_of_their_last(cores):
     assert history["val_accuracy"] == [logs["accuracy"] for logs in last]
 
 
-def test_groups_of_steps_gradients_that_wait_and_averages(cores):
+def test_joined_steps_pending_gradients_and_averages(cores):
     record, other = Record(), Record()
     arguments = {"steps_per_execution": 2, "accumulate_steps": 3, "use_ema": True, "ema_momentum": 0.5}
     model, twin = compiled(**arguments), compiled(**arguments)
@@ -133,8 +133,8 @@ def test_a_callback_may_stop_training_there(cores):
     assert stop.validated_after == [2] and len(history["loss"]) == len(history["val_loss"]) == 1
 
 
-def test_data_read_in_a_thread_wait_meanwhile(cores):
-    """The stream goes on where it was: no batch is lost or read twice."""
+def test_data_from_a_thread_wait_during_validation(cores):
+    """The stream continues where it was: no batch is lost or read twice."""
 
     def batches():
         for i in range(0, 208, 32 // cores):
@@ -160,7 +160,7 @@ def test_an_error_in_it_ends_training(cores):
     fail = Fail()
     with pytest.raises(CallbackError, match="here"):
         fit(compiled(), cores, [fail], validation_step_freq=2)
-    assert fail.events == [0, 1]  # of all callbacks only the one that raised isn't ended
+    assert fail.events == [0, 1]  # only the callback that raised isn't ended
     assert np.isfinite(fit(compiled(), cores, epochs=1)["loss"]).all()
 
 
@@ -178,6 +178,6 @@ def test_mistakes(cores, arguments, message):
         fit(compiled(), cores, **arguments)
 
 
-def test_a_share_of_nobody_knows_how_many(cores):
-    with pytest.raises(ArgumentError, match="the data don't say how many batches"):
+def test_a_fraction_of_an_unknown_length(cores):
+    with pytest.raises(ArgumentError, match="the number of batches is unknown"):
         compiled().fit(iter([HELD]), validation_data=HELD, validation_step_freq=0.5, verbose=0, cores=cores)

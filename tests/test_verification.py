@@ -1,4 +1,4 @@
-"""`verify`: each check fails when its fault is put in, no check takes the others along, and the report names nobody."""
+"""`verify`: each check fails with its fault, no check affects others, and the report contains no names."""
 
 import getpass
 import json
@@ -6,12 +6,12 @@ import os
 import socket
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pods
 import pytest
 import torch
-import warm
 
 import tpufit
 from tpufit import verification
@@ -19,7 +19,7 @@ from tpufit.__main__ import main
 from tpufit.checkup.checks import Row
 from tpufit.utils.hardware import CHIPS
 from tpufit.verification import endings, memory, nets, numerics, sameness, speed, starting
-from tpufit.verification.anonymous import anonymous
+from tpufit.verification.anonymous import anonymize
 from tpufit.verification.check import NONE, Check, Figure, Process, Setting
 from tpufit.verification.plan import CHECKS
 from tpufit.verification.report import Verification
@@ -36,9 +36,7 @@ from tpufit.verification.runner import (
     Runner,
 )
 
-pytestmark = pytest.mark.usefixtures("warm_children")
-
-# Checks whose parts are in a module of the test's own, which their processes import.
+# Checks whose parts are in a module of the test, which their processes import.
 FAULTY = """
 import os, signal, time
 from tpufit.verification.check import Figure
@@ -90,32 +88,32 @@ def runner(tmp_path, **device):
     return made
 
 
-@pytest.mark.slow
-def test_no_check_hangs_or_takes_the_others_along(faulty, tmp_path, capsys):
-    """All in one `verify`: what hangs, crashes, raises or differs fails, and what comes after runs."""
+@pytest.mark.soak
+def test_no_check_affects_the_others(faulty, tmp_path, capsys):
+    """All in one `verify`: checks that hang, crash, raise or differ fail, and later checks run."""
     checks = [
         Check("crashes", (Process(faulty.crashes, NONE),)),
         Check("raises", (Process(faulty.raises, NONE),)),
         Check("is to be killed", (Process(faulty.kills, NONE, ends=-9),)),
         Check("is to be killed, and lives", (Process(faulty.differs, NONE, ends=-9),)),
         Check("differs", (Process(faulty.differs, NONE),)),
-        Check("hangs", (Process(faulty.hangs, NONE),), seconds=15.0),  # not first: that one waits for the warm process
+        Check("hangs", (Process(faulty.hangs, NONE),), seconds=30.0),
         Check("passes", (Process(faulty.passes, NONE), Process(faulty.looks, NONE))),
     ]
     report = verification.verify(tmp_path / "report.json", checks=checks)
     found = {result.name: result for result in report.results}
     assert [name for name, result in found.items() if result.status == PASSED] == ["is to be killed", "passes"]
-    assert "no end within 15 s. It was at faulty_parts.py:" in found["hangs"].failure
-    assert found["hangs"].figures == found["crashes"].figures == (Figure("before", 1.0),)  # nothing measured is lost
+    assert "not finished within 30 s. It was at faulty_parts.py:" in found["hangs"].failure
+    assert found["hangs"].figures == found["crashes"].figures == (Figure("before", 1.0),)  # no measurement is lost
     assert "signal 11 ended its process" in found["crashes"].failure
     assert found["raises"].failure == "ValueError: nothing at data.bin"
-    assert "it ended, where it should have done so with status -9" in found["is to be killed, and lives"].failure
+    assert "it ended with status 0 instead of -9" in found["is to be killed, and lives"].failure
     assert not found["differs"].failure and not found["differs"].figures[0].holds
     assert report.status == 1 and not report.passed
     said = json.loads((tmp_path / "report.json").read_text())
     assert [check["status"] for check in said["checks"]] == [result.status for result in report.results]
     printed = capsys.readouterr().out
-    assert f"1/7 {FAILED}" in printed and "7/7 passed" in printed and "no end within" in printed
+    assert f"1/7 {FAILED}" in printed and "7/7 passed" in printed and "not finished within" in printed
 
 
 @pytest.mark.slow
@@ -125,26 +123,26 @@ def test_bounds_of_a_tpu_say_nothing_about_a_cpu(faulty, tmp_path):
     assert runner(tmp_path, platform="TPU", cores=8).run(slow).status == FAILED
     differs = Check("speed", (Process(faulty.differs, NONE),), only_tpu=True)
     assert runner(tmp_path, platform="CPU", cores=8).run(differs).status == NOT_ON_A_CPU
-    # A crash is one anywhere.
+    # A crash is a failure anywhere.
     crashes = Check("speed", (Process(faulty.crashes, NONE),), only_tpu=True)
     assert runner(tmp_path, platform="CPU", cores=8).run(crashes).status == FAILED
 
 
 @pytest.mark.slow
-def test_what_cannot_be_tried_is_never_passed(faulty, tmp_path):
+def test_a_check_that_cannot_run_never_passes(faulty, tmp_path):
     passes = (Process(faulty.passes, NONE),)
     on_cpu = runner(tmp_path, platform="CPU", cores=1)
     assert on_cpu.run(Check("too large", passes, only_tpu=True, runs_on_cpu=False)).status == NOT_ON_A_CPU
     assert on_cpu.run(Check("all", passes, several=True)).status == NOT_ON_ONE_CORE
     assert Runner(8, tmp_path, -1.0).run(Check("late", passes)).status == NO_TIME
-    # Ended by the time of all, which is no fault of its own.
+    # Ended by the total time limit, which isn't its own failure.
     ended = Runner(8, tmp_path, 0.5).run(Check("hangs", (Process(faulty.hangs, NONE),)))
     assert ended.status == NO_TIME and not ended.failure
     assert not Verification([Result("late", NO_TIME)]).passed
     assert Verification([Result("all", NO_START), Result("one", PASSED)]).status == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_device_that_does_not_start_is_tried_once(faulty, tmp_path, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "NOTHING")
     here = runner(tmp_path)
@@ -154,7 +152,7 @@ def test_a_device_that_does_not_start_is_tried_once(faulty, tmp_path, monkeypatc
     assert here.run(Check("without a device", (Process(faulty.passes, NONE),))).status == PASSED
 
 
-# The faults. Each check first passes here, or does so in the run of all (the last test).
+# The faults. Each check first passes here, or in the run of all checks (the last test).
 
 
 def setting(cores, tmp_path):
@@ -165,7 +163,7 @@ def wrong(figures):
     return [figure.name for figure in figures if not figure.holds]
 
 
-def test_an_error_of_the_doctor_is_seen(monkeypatch, tmp_path):
+def test_an_error_of_the_doctor_is_detected(monkeypatch, tmp_path):
     row = Row("torch", "error", "2.7", "install 2.9")
     monkeypatch.setattr(starting, "CHECKS", [*starting.CHECKS, lambda facts: [row]])
     found = list(starting.doctor(Setting(None, tmp_path, tmp_path)))
@@ -173,10 +171,10 @@ def test_an_error_of_the_doctor_is_seen(monkeypatch, tmp_path):
 
 
 @pytest.mark.cores(1, quick=False)
-def test_a_training_that_learns_nothing_is_seen(cores, tmp_path, monkeypatch):
+def test_a_training_that_learns_nothing_is_detected(cores, tmp_path, monkeypatch):
     compile, upwards = tpufit.Model.compile, partial(torch.optim.SGD, lr=0.01, maximize=True)
     monkeypatch.setattr(tpufit.Model, "compile", lambda model, _, loss, **how: compile(model, upwards, loss, **how))
-    assert wrong(starting.trains(setting(cores, tmp_path))) == ["last loss / first"]
+    assert wrong(starting.train_tiny_net(setting(cores, tmp_path))) == ["last loss / first"]
 
 
 @pytest.mark.cores(1, quick=False)
@@ -189,14 +187,14 @@ def test_a_training_that_learns_nothing_is_seen(cores, tmp_path, monkeypatch):
         pytest.param(numerics.attention, "losses of 5 steps, length 256", id="attention", marks=pytest.mark.soak),
     ],
 )
-def test_a_wrong_precision_is_seen(cores, tmp_path, monkeypatch, part, seen):
-    compiled = nets.compiled
-    monkeypatch.setattr(nets, "compiled", lambda task, net, **options: compiled(task, net, precision="bf16"))
+def test_a_wrong_precision_is_detected(cores, tmp_path, monkeypatch, part, seen):
+    compiled = nets.compile_model
+    monkeypatch.setattr(nets, "compile_model", lambda task, net, **options: compiled(task, net, precision="bf16"))
     assert seen in wrong(part(setting(cores, tmp_path)))
 
 
 def rounded(x, passes):
-    """What a TPU multiplies with: the sum of so many numbers in bfloat16."""
+    """Multiply as a TPU does, with a sum of several bfloat16 numbers for each factor."""
     total = torch.zeros_like(x)
     for _ in range(passes):
         total += (x - total).bfloat16().float()
@@ -208,12 +206,12 @@ def imitated(x, weights, precision, setting):
     return rounded(x, passes) @ rounded(weights, passes)
 
 
-def test_precisions_as_a_tpu_has_them_pass(monkeypatch, tmp_path):
+def test_a_tpus_precisions_pass(monkeypatch, tmp_path):
     monkeypatch.setattr(numerics, "product", imitated)
     assert wrong(numerics.precisions(Setting(None, tmp_path, tmp_path))) == []
 
 
-def test_a_precision_that_has_no_effect_the_second_time_is_seen(monkeypatch, tmp_path):
+def test_a_precision_without_effect_is_detected(monkeypatch, tmp_path):
     calls = []
 
     def found_again(x, weights, precision, setting):
@@ -227,7 +225,7 @@ def test_a_precision_that_has_no_effect_the_second_time_is_seen(monkeypatch, tmp
 
 def altered(monkeypatch, option):
     """A training with this option has a rate that differs in its last digits."""
-    compiled = nets.compiled
+    compiled = nets.compile_model
 
     def other(task, net, **options):
         model = compiled(task, net, **options)
@@ -235,25 +233,25 @@ def altered(monkeypatch, option):
             model.learning_rate = task.rate * 1.01
         return model
 
-    monkeypatch.setattr(nets, "compiled", other)
+    monkeypatch.setattr(nets, "compile_model", other)
 
 
 @pytest.mark.cores(1, quick=False)
 @pytest.mark.parametrize(
     ("part", "option", "seen"),
     [
-        pytest.param(sameness.replayed, "jit_compile", "replayed: tensors that differ", id="replayed"),
+        pytest.param(sameness.check_replay, "jit_compile", "replayed: tensors that differ", id="replayed"),
         pytest.param(
-            sameness.replayed,
+            sameness.check_replay,
             "steps_per_execution",
             "4 steps in one program: losses",
             id="joined",
             marks=pytest.mark.soak,
         ),
-        pytest.param(sameness.recomputed, "remat", "remat=True: losses", id="remat", marks=pytest.mark.soak),
-        pytest.param(sameness.sharded, "shard", "shard='fsdp': losses", id="shard", marks=pytest.mark.soak),
+        pytest.param(sameness.check_recomputation, "remat", "remat=True: losses", id="remat", marks=pytest.mark.soak),
+        pytest.param(sameness.check_sharding, "shard", "shard='fsdp': losses", id="shard", marks=pytest.mark.soak),
         pytest.param(
-            sameness.uneven,
+            sameness.check_uneven_batch,
             "matmul_precision",
             "evaluated loss against PyTorch",
             id="uneven",
@@ -261,33 +259,33 @@ def altered(monkeypatch, option):
         ),
     ],
 )
-def test_a_training_that_differs_is_seen(cores, tmp_path, monkeypatch, part, option, seen):
+def test_a_training_that_differs_is_detected(cores, tmp_path, monkeypatch, part, option, seen):
     altered(monkeypatch, option)
     assert seen in wrong(part(setting(cores, tmp_path)))
 
 
 @pytest.mark.cores(1, quick=False)
-def test_dropout_that_differs_is_seen(cores, tmp_path, monkeypatch):
+def test_dropout_that_differs_is_detected(cores, tmp_path, monkeypatch):
     here = setting(cores, tmp_path)
-    assert list(sameness.alone(here)) == [] and wrong(sameness.together(here)) == []
+    assert list(sameness.compute_alone(here)) == [] and wrong(sameness.compare_cores(here)) == []
     another = lambda module, x: x.masked_fill(x.cumsum(1) % 4 == 0, 0)  # noqa: E731
     monkeypatch.setattr(sameness._Dropping, "forward", another)
-    assert wrong(sameness.together(here)) == ["elements that dropout treats differently"]
+    assert wrong(sameness.compare_cores(here)) == ["elements that dropout treats differently"]
 
 
 @pytest.mark.soak_on(8)
 @pytest.mark.cores(1, 8, quick=False)
-def test_a_tensor_that_stays_on_the_device_is_seen(cores, tmp_path, monkeypatch):
-    here, kept, compiled = setting(cores, tmp_path), [], nets.compiled
+def test_a_tensor_that_stays_on_the_device_is_detected(cores, tmp_path, monkeypatch):
+    here, kept, compiled = setting(cores, tmp_path), [], nets.compile_model
 
     def leaking(task, net, **options):
         place = tpufit.runtime.placement_on(here.cores)
         kept.append(tpufit.runtime.to_device([torch.zeros(4)], place))
         return compiled(task, net, **options)
 
-    assert wrong(memory.given_back(here)) == []
-    monkeypatch.setattr(nets, "compiled", leaking)
-    assert wrong(memory.given_back(here)) == ["more tensors on the device, fits 3 to 5"]
+    assert wrong(memory.check_release(here)) == []
+    monkeypatch.setattr(nets, "compile_model", leaking)
+    assert wrong(memory.check_release(here)) == ["more tensors on the device, fits 3 to 5"]
 
 
 @pytest.mark.cores(1, quick=False)
@@ -300,20 +298,20 @@ def test_a_resumed_training_that_is_one_step_off_is_seen(cores, tmp_path, monkey
             model.train_on_batch(x[:8], y[:8])
 
     monkeypatch.setattr(tpufit.Model, "fit", one_more)
-    assert wrong(endings.interrupted(here)) == ["steps more than without an end", "tensors that differ"]
+    assert wrong(endings.interrupted(here)) == ["steps more than uninterrupted", "tensors that differ"]
 
 
 @pytest.mark.cores(1, quick=False)
 def test_a_training_that_began_anew_is_seen(cores, tmp_path):
     """Nothing was there to go on from: that the weights agree shows nothing."""
-    assert wrong(endings.resumed(setting(cores, tmp_path))) == ["batches that were still to come"]
+    assert wrong(endings.check_resume(setting(cores, tmp_path))) == ["remaining batches"]
 
 
 @pytest.mark.cores(1, quick=False)
 def test_a_step_that_is_too_large_and_no_error_is_seen(cores, tmp_path, monkeypatch):
     here, fit, limit = setting(cores, tmp_path), tpufit.Model.fit, 4 << 20  # which is no limit at all on a CPU
     monkeypatch.setattr(memory, "device_memory", lambda: limit)
-    assert wrong(memory.too_large(here)) == ["OutOfMemoryError, hidden layer of 8 MiB"]
+    assert wrong(memory.check_too_large(here)) == ["OutOfMemoryError, hidden layer of 8 MiB"]
 
     def lacking(model, *args, **options):
         if isinstance(model.module, memory.Wide):
@@ -321,8 +319,8 @@ def test_a_step_that_is_too_large_and_no_error_is_seen(cores, tmp_path, monkeypa
         return fit(model, *args, **options)
 
     monkeypatch.setattr(tpufit.Model, "fit", lacking)
-    found = list(memory.too_large(here))
-    assert wrong(found) == [] and Figure("its words", "a core has 4 MiB") in found
+    found = list(memory.check_too_large(here))
+    assert wrong(found) == [] and Figure("message", "a core has 4 MiB") in found
 
 
 class Clock:
@@ -352,7 +350,7 @@ def test_steps_that_take_longer_than_predicted_are_seen_on_a_tpu(cores, tmp_path
     for factor, seen in ((1.0, []), (5.0, ["GPT: measured / predicted"])):
         took = factor * step * speed._STEPS
         monkeypatch.setattr(speed, "perf_counter", Clock(0.0, 1.0, 1.0, 1.0 + took))
-        found = list(speed.measured_net("GPT", here, predicted))
+        found = list(speed.measure_net("GPT", here, predicted))
         assert wrong(found) == seen and all(figure.on_tpu for figure in found if figure.bounded)
 
 
@@ -360,9 +358,9 @@ def test_steps_that_take_longer_than_predicted_are_seen_on_a_tpu(cores, tmp_path
 @pytest.mark.cores(1, 8, quick=False)
 def test_numbers_that_change_on_their_way_are_seen(cores, tmp_path, monkeypatch):
     here, to_host = setting(cores, tmp_path), speed.to_host
-    assert wrong(speed.sending(here)) == []
+    assert wrong(speed.measure_transfers(here)) == []
     monkeypatch.setattr(speed, "to_host", lambda tensors, why: [value.bfloat16() for value in to_host(tensors, why)])
-    assert wrong(speed.sending(here)) == ["numbers that came back as others"]
+    assert wrong(speed.measure_transfers(here)) == ["numbers that changed on the way"]
 
 
 @pytest.mark.cores(1, quick=False)
@@ -382,14 +380,14 @@ def test_the_slice_of_each_host_is_known(monkeypatch):
 
 def test_the_report_names_nobody():
     host, user = socket.gethostname(), getpass.getuser()
-    text = anonymous(
+    text = anonymize(
         f"{host}: [Errno 13] /mnt/{user}/deep/er/file.txt of gs://bucket/run, 10.0.0.1:8470 in {os.getcwd()}"
     )
     for name in (host, "/mnt", "deep", "10.0.0.1", "bucket", str(Path.cwd().parent)):
         assert name not in text
     assert "file.txt" in text and "Errno 13" in text
-    assert anonymous("1e-5/2 s at 1/3 and and/or") == "1e-5/2 s at 1/3 and and/or"
-    assert len(anonymous("x y " * 10_000)) < 1600
+    assert anonymize("1e-5/2 s at 1/3 and and/or") == "1e-5/2 s at 1/3 and and/or"
+    assert len(anonymize("x y " * 10_000)) < 1600
 
 
 def test_a_report_is_json_also_of_figures_that_are_not_numbers(tmp_path):
@@ -430,14 +428,13 @@ print("STATUS", report.status)
 @pytest.mark.soak
 def test_the_checks_pass_on_a_pod(tmp_path):
     host, installed = str(pods.HERE / "pod" / "host.py"), str(tmp_path / "installed")
-    # A check's process has to be new: a fork has imported torch_xla before the plugin was installed.
-    pod = pods.Pod(2, 2, tmp_path, env={warm.ADDRESS: ""})
+    pod = pods.Pod(2, 2, tmp_path)
     ended = pod.run(ON_A_POD.format(host=host, installed=installed), timeout=1200)
     assert ["STATUS 0" in one.out for one in ended] == [True, True], [one.out + one.err for one in ended]
     report = json.loads((tmp_path / "report.json").read_text())
     statuses = {check["name"]: check["status"] for check in report["checks"]}
     assert set(statuses.values()) == {PASSED, NOT_ON_A_POD}
-    assert report["machine"]["hosts"] == 2 and statuses["a training goes on after kill -9"] == NOT_ON_A_POD
+    assert report["machine"]["hosts"] == 2 and statuses["a training resumes after kill -9"] == NOT_ON_A_POD
     assert "The first host has the report" in ended[1].out
 
 
@@ -449,7 +446,7 @@ def test_a_process_that_holds_a_tpu_is_told_so(cores, monkeypatch, tmp_path):
 
     here = tpufit.runtime.start(cores, "the test")
     monkeypatch.setattr(devices, "_settled", replace(here, platform="TPU"))
-    with pytest.raises(tpufit.errors.StartError, match="a TPU serves one: this one computes on 1 core"):
+    with pytest.raises(tpufit.errors.StartError, match="this process already computes on 1 core"):
         tpufit.verify(tmp_path / "report.json")
     assert not (tmp_path / "report.json").exists()
 
@@ -468,7 +465,8 @@ def test_each_check_has_a_name_of_its_own_and_a_part_that_a_process_finds():
 @pytest.mark.soak
 def test_the_most_telling_checks_pass_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status = main(["verify", "--quick", "--timeout", "3000", "--virtual-cores", "8"])
+    virtual = "8" if find_spec("torch_xla") else "4"
+    status = main(["verify", "--quick", "--timeout", "3000", "--virtual-cores", virtual])
     report = json.loads((tmp_path / "tpufit-report.json").read_text())
     assert [check for check in report["checks"] if check["status"] not in (PASSED, NOT_ON_A_CPU)] == []
     assert status == 0 and len(report["checks"]) == sum(check.quick for check in CHECKS)
@@ -495,10 +493,11 @@ def test_the_pages_say_what_the_reports_show(shown):
     assert [page.name for page in shown.PAGES if "<!-- shown: sentence -->" not in page.read_text()] == []
 
 
+@pytest.mark.runtime("torch_xla")
 def test_a_report_changes_what_they_say(shown, tmp_path, monkeypatch):
     from tpufit.verification import report as reporting
 
-    results = [Result("starts on all cores", PASSED), Result("batches travel", PASSED)]
+    results = [Result("starts on all cores", PASSED), Result("data reaches the device and returns", PASSED)]
     monkeypatch.setattr(reporting.hardware, "chips", lambda *root: [CHIPS["0x0063"]] * 8)
     Verification(results, Device("TPU", 8), date="2026-12-01").save(tmp_path / "a.json")
     Verification(results, Device("CPU", 8), date="2026-12-01").save(tmp_path / "virtual.json")
@@ -507,7 +506,7 @@ def test_a_report_changes_what_they_say(shown, tmp_path, monkeypatch):
     assert "**Shown on v5e, 8 cores.**" in text and shown.NOTHING not in text
     assert shown.updated(text, []) == readme.read_text()  # and back
     assert "| v5e, 8 cores | " in shown.table(found) and "| 2026-12-01 | 2 of 2 |  |" in shown.table(found)
-    results[1] = Result("batches travel", FAILED)
+    results[1] = Result("data reaches the device and returns", FAILED)
     Verification(results, Device("TPU", 8), date="2026-12-02").save(tmp_path / "b.json")
     assert shown.sentence(shown.reports(tmp_path)) == (
         "**No TPU has passed all checks yet.** Checks failed on v5e, 8 cores."

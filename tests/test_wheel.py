@@ -1,4 +1,4 @@
-"""The built wheel holds every module once, and works away from the checkout. The sdist makes the same wheel."""
+"""The built wheel contains every module once, and works outside the checkout. The sdist gives the same wheel."""
 
 import email
 import os
@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def built(kind, source, folder):
-    """Build a wheel or an sdist with the build backend that is installed, which has nothing to warn of."""
+    """Build a wheel or an sdist with the installed build backend, without warnings."""
     build = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder)!r}))"
-    # Where no bytecode is to be written, setuptools warns that it compiles none.
+    # With PYTHONDONTWRITEBYTECODE, setuptools warns that it compiles nothing.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     process = processes.run([sys.executable, "-c", build], timeout=120, fresh=True, cwd=source, env=environment)
     output = process.stdout + process.stderr
@@ -30,7 +30,7 @@ def built(kind, source, folder):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    # A copy, because setuptools leaves a build/ behind, and puts what an older one holds into the wheel.
+    # A copy, because setuptools leaves a build/ folder, and puts the content of an old one into the wheel.
     copy = tmp_path_factory.mktemp("checkout")
     for name in ("setup.cfg", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -46,7 +46,7 @@ def wheel(checkout, tmp_path_factory):
     return built("wheel", checkout, tmp_path_factory.mktemp("wheel"))
 
 
-def test_the_wheel_holds_every_module_once(wheel):
+def test_the_wheel_contains_every_module_once(wheel):
     modules = [path.relative_to(ROOT) for path in (ROOT / "tpufit").rglob("*.py")]
     modules += ["tpufit" / path.relative_to(ROOT) for path in (ROOT / "callbacks").rglob("*.py")]
     with zipfile.ZipFile(wheel) as archive:
@@ -76,7 +76,7 @@ def test_the_wheel_works_elsewhere(wheel, tmp_path, run_python):
 
 
 @pytest.mark.slow
-def test_the_sdist_makes_the_same_wheel(checkout, wheel, tmp_path):
+def test_the_sdist_gives_the_same_wheel(checkout, wheel, tmp_path):
     sdist = built("sdist", checkout, tmp_path)
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -90,7 +90,7 @@ def test_the_sdist_makes_the_same_wheel(checkout, wheel, tmp_path):
 
 
 def elsewhere(text):
-    """What a text links to or shows that isn't a whole address."""
+    """Return links and pictures in a text that aren't full addresses."""
     targets = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'\b(?:src|srcset|href)="([^"]+)"', text)
     return [target for target in targets if not target.startswith(("https://", "#"))]
 
@@ -105,7 +105,7 @@ def test_its_description_needs_no_other_file(wheel):
     assert elsewhere(text) == [] and "<picture>" not in text and "make demo" not in text
 
 
-def test_its_description_leads_to_the_repository_once_there_is_one():
+def test_its_description_links_to_the_repository():
     readme = (ROOT / "README.md").read_text()
     text = runpy.run_path(str(ROOT / "setup.py"))["description"](readme, "https://example.org/tpufit", "1.2.3")
     assert elsewhere(readme) and elsewhere(text) == []

@@ -1,4 +1,4 @@
-"""Loader workers next to the runtime's threads: they start, they give all rows, and their faults are named."""
+"""Loader workers beside the runtime's threads: they start, return all rows, and their faults are named."""
 
 import importlib.util
 import multiprocessing.resource_sharer
@@ -18,9 +18,8 @@ from tpufit.callbacks import Callback
 from tpufit.errors import DataError
 
 pytestmark = [
-    pytest.mark.usefixtures("warm_children"),
     pytest.mark.cores(1, 8, timeout=600, quick=False),
-    # True, as each of these short epochs waits for workers to start; test_advice.py is about it.
+    # This message is right: each of these short epochs waits for workers to start; test_advice.py tests it.
     pytest.mark.filterwarnings("ignore:the device waited for data"),
 ]
 
@@ -55,6 +54,10 @@ def raising(i):
         raise ValueError("sample 40 is broken")
 
 
+def interrupted(i):
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def train(cores, epochs=2, fault=None, **loading):
     torch.manual_seed(0)
     model = tpufit.Model(nn.Linear(2, 2))
@@ -73,12 +76,19 @@ def test_two_workers(cores, context, persistent):
 
 
 @pytest.mark.soak_on(8)
-def test_workers_are_forked_again_and_again_while_the_device_computes(cores):
+def test_ctrl_c_is_left_to_the_parent(cores):
+    expected = train(cores, epochs=1)[1]
+    assert train(cores, epochs=1, fault=interrupted, num_workers=1)[1] == expected
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.mark.soak
+def test_workers_are_forked_repeatedly_during_computation(cores):
     _, history = train(cores, epochs=12, num_workers=2)
     assert len(history["loss"]) == 12
 
 
-def test_forking_is_no_warning(cores):
+def test_forking_gives_no_warning(cores):
     if importlib.util.find_spec("jax"):
         import jax
 
@@ -87,14 +97,14 @@ def test_forking_is_no_warning(cores):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "the device waited for data")
-        train(cores, epochs=1, num_workers=1)  # more of them are a warning of PyTorch's on a machine with one core
+        train(cores, epochs=1, num_workers=1)  # PyTorch warns of more workers on a machine with one core
 
 
 @pytest.mark.soak_on(8)
 def test_a_killed_worker_is_named(cores):
     with pytest.raises(DataError, match=r"worker \d \(pid \d+, killed by signal 9\) of the DataLoader ended.*memory"):
         train(cores, fault=killed, num_workers=2)
-    assert len(train(cores)[1]["loss"]) == 2  # the process goes on
+    assert len(train(cores)[1]["loss"]) == 2  # the process continues
 
 
 def test_a_worker_that_dies_while_its_batch_is_fetched_is_named(cores, monkeypatch):
@@ -117,12 +127,12 @@ class DeathInABatch(Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.allowed.touch()
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            time.sleep(0.001)  # the worker is to be seen before the loader asks for it, each 5 s
+            time.sleep(0.001)  # the worker is seen before the loader checks for it, every 5 s
         signal.raise_signal(signal.SIGCHLD)
 
 
 @pytest.mark.soak_on(8)
-def test_a_death_is_no_error_in_the_middle_of_a_callback(cores, tmp_path):
+def test_a_dead_worker_doesnt_interrupt_a_callback(cores, tmp_path):
     list(DataLoader(Points(), num_workers=1))  # in the main thread, where PyTorch sets its handler
     handler, allowed = signal.getsignal(signal.SIGCHLD), tmp_path / "allowed"
     assert "signal_handling" in handler.__module__
@@ -143,10 +153,10 @@ def test_a_death_is_no_error_in_the_middle_of_a_callback(cores, tmp_path):
 def test_an_error_ends_its_workers(cores):
     with pytest.raises(ValueError, match="sample 40 is broken"):
         train(cores, fault=raising, num_workers=2)
-    assert not multiprocessing.active_children()  # while pytest keeps the error, and with it the loader's iterator
+    assert not multiprocessing.active_children()  # while pytest references the error, and with it the loader's iterator
 
 
-def test_the_look_at_validation_data_reads_one_batch(cores, tmp_path):
+def test_checking_validation_data_reads_one_batch(cores, tmp_path):
     def noted(i):
         (tmp_path / str(i)).touch()
 
@@ -159,13 +169,13 @@ def test_the_look_at_validation_data_reads_one_batch(cores, tmp_path):
 
 @pytest.mark.soak_on(8)
 def test_a_hanging_worker_is_named(cores):
-    with pytest.raises(DataError, match=r"worker \d \(pid \d+\) of the DataLoader gave nothing for 3 s.*batch \d was"):
+    with pytest.raises(DataError, match=r"worker \d .pid \d+. of the DataLoader returned nothing for 3 s.*batch \d"):
         train(cores, fault=hanging, num_workers=2, timeout=3)
     assert len(train(cores)[1]["loss"]) == 2
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_exception_keeps_its_type_and_tells_its_line(cores, workers):
+def test_an_exception_keeps_its_type_and_line(cores, workers):
     with pytest.raises(ValueError, match="sample 40 is broken") as error:
         train(cores, fault=raising, num_workers=workers)
     assert ("worker process" in str(error.value)) == bool(workers)

@@ -1,4 +1,4 @@
-"""Losses that pick, place, order or pair the rows of a batch, as users write them: `o` are logits, `y` labels."""
+"""Users' losses that index, set, sort or pair the rows of a batch: `o` are logits, `y` labels."""
 
 from __future__ import annotations
 

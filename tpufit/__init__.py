@@ -1,5 +1,6 @@
 """Keras's `fit()` for PyTorch on TPUs: compile, fit, evaluate and predict on every core of every host."""
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
@@ -8,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 from .checkup import doctor
 
 if TYPE_CHECKING:
+    from .metrics import DatasetMetric
     from .model import Model, load
+    from .pictures import show_batch, show_top_losses
     from .runtime import init, process_count, process_index
     from .utils.random import set_random_seed
     from .verification import verify
 
 __version__ = "0.1.0"
 __all__ = [
+    "DatasetMetric",
     "Model",
     "__version__",
     "doctor",
@@ -23,24 +27,37 @@ __all__ = [
     "process_count",
     "process_index",
     "set_random_seed",
+    "show_batch",
+    "show_top_losses",
     "verify",
 ]
 
-_WHERE = {
+_MODULES = {
+    "DatasetMetric": "metrics",
     "Model": "model",
     "init": "runtime",
     "load": "model",
     "process_count": "runtime",
     "process_index": "runtime",
     "set_random_seed": "utils.random",
+    "show_batch": "pictures",
+    "show_top_losses": "pictures",
     "verify": "verification",
 }
 
 
+def _wake_torch_tpu() -> None:
+    """Name torch_tpu's device if `import torch` has loaded torch_tpu: PyTorch's first backward pass needs the name."""
+    if "torch_tpu._loader" in sys.modules:
+        import_module(f"{__name__}.drivers.torchtpu.start").wake_early()
+
+
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use: the doctor must also run where torch can't be imported."""
-    if name in _WHERE:
-        value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    """Import a name at its first use, because the doctor must run even if torch can't be imported."""
+    import_module(f"{__name__}.utils.torch_import")
+    _wake_torch_tpu()
+    if name in _MODULES:
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         value = import_module(f"{__name__}.{name}")
     else:
@@ -50,6 +67,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the names that aren't imported yet as well, for tab completion and `help`."""
+    """List all names, imported or not, for tab completion and `help`."""
     parts = (part.name for part in iter_modules(__path__) if not part.name.startswith("_"))
     return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *parts})
+
+
+_wake_torch_tpu()

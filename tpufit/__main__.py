@@ -12,38 +12,38 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: The words after `python -m tpufit` (default: those of this process).
+        arguments: The words after `python -m tpufit` (default: this process's).
 
     Returns:
-        The exit status. Of `doctor`: 1 if something would make training fail, else 0. Of `preflight`: 0, 1 if a
-        training doesn't fit into the TPU, or 2 if it can't be compiled. Of `verify`: 1 if a check failed, else 0.
+        The exit status. `doctor`: 1 if training would fail, else 0. `preflight`: 0, 1 if a training doesn't fit into
+        the TPU, or 2 if it can't be compiled. `verify`: 1 if a check failed, else 0.
     """
     parser = argparse.ArgumentParser(prog="python -m tpufit", description="Keras's fit() for PyTorch on TPUs.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("doctor", help="check this machine; exit status 1 if a row is an error, else 0")
-    check.add_argument("--no-train", action="store_true", help="look only; train nothing on the device")
+    check.add_argument("--no-train", action="store_true", help="only look; don't train on the device")
     check.add_argument("--timeout", type=float, default=300.0, help="seconds for each training (default: 300)")
     compiled = commands.add_parser(
         "preflight",
-        help="compile each fit of a script for a TPU that need not be there; exit status 0, 1: does not fit, 2: fails",
+        help="compile each fit of a script for a TPU, on any machine; exit status 0, 1: does not fit, 2: fails",
     )
     compiled.add_argument("--tpu", default="v5e-8", help="a slice, or several with commas: v3-8,v6e-8 (default: v5e-8)")
-    size = "rows per core in place of the script's; auto: the largest that fits"
+    size = "rows per core instead of the script's; auto: the largest number that fits"
     compiled.add_argument("--batch-size", type=_rows, metavar="ROWS", help=size)
-    policy = "auto: of the policies of compile(remat=...), the one that costs the least of those that fit"
+    policy = "auto: the cheapest policy of compile(remat=...) that fits"
     compiled.add_argument("--remat", choices=["auto"], help=policy)
     compiled.add_argument("--timeout", type=float, default=3600.0, help="seconds for each process (default: 3600)")
     compiled.add_argument("--save", type=Path, metavar="FOLDER", help="write report.json and the programs there")
     compiled.add_argument("script", type=Path)
-    compiled.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    compiled.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
     proof = commands.add_parser(
-        "verify", help="try on this device what tpufit promises; exit status 1 if a check fails"
+        "verify", help="check on this device what tpufit promises; exit status 1 if a check fails"
     )
     report = "the report's file (default: tpufit-report.json)"
     proof.add_argument("--out", type=Path, metavar="FILE", default=Path("tpufit-report.json"), help=report)
-    proof.add_argument("--quick", action="store_true", help="only the most telling checks")
+    proof.add_argument("--quick", action="store_true", help="only the most important checks")
     proof.add_argument("--timeout", type=float, default=600.0, help="seconds for all checks (default: 600)")
-    virtual = "cores where there is no TPU (default: 8)"
+    virtual = "virtual cores without a TPU (default: 8)"
     proof.add_argument("--virtual-cores", type=int, metavar="COUNT", default=8, help=virtual)
     chosen = parser.parse_args(arguments)
     if chosen.command == "verify":
@@ -88,11 +88,11 @@ def preflight(chosen: argparse.Namespace) -> int:
     except TpufitError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-    except Exception:  # the script's own; Python's status for it would say that a training doesn't fit
+    except Exception:  # an error of the script, for which Python's exit status 1 would mean "doesn't fit"
         traceback.print_exc()
         return FAILED
     except KeyboardInterrupt:
-        print("interrupted: the compiler was ended, and nothing was changed", file=sys.stderr)
+        print("interrupted: the compiler was stopped, and nothing was changed", file=sys.stderr)
         return FAILED
     for number, report in enumerate(reports):
         if chosen.save is not None:

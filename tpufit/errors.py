@@ -2,42 +2,42 @@
 
 TpufitError
 |-- ArgumentError (ValueError)          an argument of a call has a value that it can't have
-|   `-- UnknownNameError                a name that nothing goes by; the nearest ones are suggested
-|-- NotPicklableError (TypeError)       a model is given to pickle, torch.save or copy, and can't be
-|-- NotCompiledError (RuntimeError)     fit, evaluate or a step before compile gave what it needs
-|-- BusyError (RuntimeError)            another thread uses the device, and may be waiting for this one
-|-- ForkedError (RuntimeError)          a forked process asks for the device of the one that it comes from
+|   `-- UnknownNameError                an unknown name; the nearest names are suggested
+|-- NotPicklableError (TypeError)       a model can't be pickled or copied
+|-- NotCompiledError (RuntimeError)     compile hasn't set what fit, evaluate or a step needs
+|-- BusyError (RuntimeError)            another thread uses the device, and may be waiting for this thread
+|-- ForkedError (RuntimeError)          a forked process uses the device of its parent process
 |-- DataError (ValueError)              the data are empty, of unequal lengths or of an unusable form
 |   |-- LabelError                      a class label lies outside the module's classes
-|   |-- BatchError (RuntimeError)       the module or the loss fails on a batch; PyTorch's own error is chained to it
+|   |-- BatchError (RuntimeError)       the module or the loss fails on a batch; PyTorch's error is chained to it
 |   `-- CacheError                      a cache of samples can't be made or read
-|       |-- CacheMismatchError          its source, transform or version are others than now
-|       |-- CacheDamagedError           a file of it is not what was written
-|       |-- CacheDiskFullError          there is no room for the rest of it
-|       `-- CacheBusyError              another warm-up is at work on it
-|-- WeightsError (ValueError)           weights that don't fit the module, or a file that holds none
+|       |-- CacheMismatchError          its source, transform or version differ from the current ones
+|       |-- CacheDamagedError           a file of the cache is damaged
+|       |-- CacheDiskFullError          the disk has no room for the rest of the cache
+|       `-- CacheBusyError              another warm-up is writing the cache
+|-- WeightsError (ValueError)           weights don't fit the module, or a file has no weights
 |-- CheckpointError (RuntimeError)      a checkpoint can't be written, read or resumed from
-|   |-- CheckpointMissingError          there is none where one was named
-|   |-- CheckpointDamagedError          a file of it is not what was written
-|   |-- CheckpointMismatchError         it is of another net, optimizer or data
+|   |-- CheckpointMissingError          there is no checkpoint at this path
+|   |-- CheckpointDamagedError          a file of the checkpoint is damaged
+|   |-- CheckpointMismatchError         the checkpoint is of another net, optimizer or data
 |   |-- CheckpointNotWrittenError       no room, no permission, or weights that aren't finite
 |   `-- CheckpointBusyError             another process or callback writes into the same folder
 |-- StartError (RuntimeError)           the device runtime can't be started as asked
-|   |-- CoresError                      a number of cores that this host or process can't give
-|   |-- DeviceBusyError                 another process holds the TPU
-|   `-- VersionError                    torch and torch_xla versions that don't belong together
-|-- HostError (RuntimeError)            the hosts of a pod are not at one, or one of them is gone
-|-- DeviceError (RuntimeError)          a step failed on the device; torch_xla's own words are below
-|   |-- OutOfMemoryError                the device has no room for it
-|   |-- DeviceLostError                 the device is gone, or in a state of error
-|   `-- PartitionError                  XLA could not divide it among the cores
-|-- PlacementError (RuntimeError)       a tensor that can't be moved to the device as it is
-|-- ReplayError (RuntimeError)          jit_compile=True, and a step that can't be replayed
-|-- StrictError (RuntimeError)          fit(strict=True), and something that makes steps slow
+|   |-- CoresError                      a number of cores that this host or process can't provide
+|   |-- DeviceBusyError                 another process uses the TPU
+|   `-- VersionError                    incompatible versions of torch and torch_xla
+|-- HostError (RuntimeError)            the hosts of a pod disagree, or a host is gone
+|-- DeviceError (RuntimeError)          a step failed on the device; torch_xla's error is chained to it
+|   |-- OutOfMemoryError                the device has no room for the step
+|   |-- DeviceLostError                 the device is gone, or in an error state
+|   `-- PartitionError                  XLA could not split the step over the cores
+|-- PlacementError (RuntimeError)       a tensor can't be moved to the device
+|-- ReplayError (RuntimeError)          a step can't be replayed, as jit_compile=True requires
+|-- StrictError (RuntimeError)          fit(strict=True), but something slows down steps
 |-- StateLostError (RuntimeError)       a step failed on the device, and the weights are lost with it
-|-- CallbackError (RuntimeError)        a callback's hook raised; the cause is chained to it
-|-- TrackerError (RuntimeError)         an experiment tracker can't be reached, or refuses
-`-- PreflightError (RuntimeError)       a step can't be compiled for a TPU that isn't there
+|-- CallbackError (RuntimeError)        a callback's hook raised an error, which is chained to it
+|-- TrackerError (RuntimeError)         an experiment tracker can't be reached, or refuses the run
+`-- PreflightError (RuntimeError)       a step can't be compiled by a preflight
 """
 
 import difflib
@@ -47,28 +47,28 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 
-def few(items: Sequence[str]) -> str:
-    """Join the first of many names, for a message.
+def join_few(items: Sequence[str]) -> str:
+    """Join the first eight names, for a message.
 
     Example:
-        >>> few(["a", "b"])
+        >>> join_few(["a", "b"])
         'a, b'
     """
     return ", ".join(items[:8]) + " ..." * (len(items) > 8)
 
 
-def counted(count: int, noun: str) -> str:
-    """Count things, for a message.
+def say_count(count: int, noun: str) -> str:
+    """Return a number with its noun, for a message.
 
     Example:
-        >>> counted(1, "batch"), counted(0, "epoch"), counted(1234, "batch")
+        >>> say_count(1, "batch"), say_count(0, "epoch"), say_count(1234, "batch")
         ('1 batch', '0 epochs', '1,234 batches')
     """
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith(('tch', 'ss')) else 's'}"
 
 
 class TpufitError(Exception):
-    """The root of everything that tpufit raises on purpose."""
+    """The base of all errors that tpufit raises."""
 
 
 class ArgumentError(TpufitError, ValueError):
@@ -76,13 +76,13 @@ class ArgumentError(TpufitError, ValueError):
 
 
 class UnknownNameError(ArgumentError):
-    """A name (of a loss, an optimizer, ...) that nothing goes by.
+    """An unknown name, of a loss, an optimizer, ...
 
     Args:
-        kind: The kind of thing named, e.g. `"optimizer"`.
+        kind: What the name is for, e.g. `"optimizer"`.
         name: The unknown name.
         known: The known names.
-        hint: One more sentence, for a name that has a known meaning elsewhere (default: none).
+        hint: A sentence for a name that another library has (default: none).
 
     Example:
         >>> print(UnknownNameError("optimizer", "adamv", ["adam", "adamw", "sgd"]))
@@ -103,7 +103,7 @@ def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = 
         name: The argument's name.
         value: The argument's value.
         at_least: The smallest number allowed (default 1).
-        otherwise: The other values allowed, for the message; the caller has ruled them out (default: none).
+        otherwise: Other allowed values, which the caller has checked, for the message (default: none).
 
     Example:
         >>> require_whole("steps", 5)
@@ -112,7 +112,7 @@ def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = 
         Traceback (most recent call last):
         tpufit.errors.ArgumentError: steps must be a whole number of at least 1, got True
     """
-    # NumPy's whole numbers are some, too. What takes them counts in 64 bits.
+    # The limit: users of the number count in 64 bits.
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not at_least <= value < 2**63:
         choice = f" or {otherwise}" if otherwise else ""
         limit = " and below 2**63" if isinstance(value, (int, np.integer)) and value > at_least else ""
@@ -122,13 +122,13 @@ def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = 
 
 
 def require_number(name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> int | float:
-    """Return an argument as a number of Python's, or raise an `ArgumentError` if it is none, or doesn't fit.
+    """Return an argument as a Python number, or raise an `ArgumentError` if it is no number or doesn't fit.
 
     Args:
         name: The argument's name.
         value: The argument's value.
-        wanted: What it must be, for the message.
-        fits: True of the numbers that it may be.
+        wanted: The expected value, for the message.
+        fits: Returns True for allowed numbers.
 
     Example:
         >>> require_number("ema_momentum", 0.9, "a share from 0 to 1", lambda share: 0 <= share <= 1)
@@ -149,20 +149,20 @@ def require_flag(name: str, value: object) -> bool:
 
 
 def require_choice(name: str, value: object, *choices: object) -> None:
-    """Raise an `ArgumentError` for an argument that is none of some names, numbers, True, False or None."""
+    """Raise an `ArgumentError` unless an argument is one of some choices: names, numbers, True, False or None."""
     if not isinstance(value, (str, bool, int, type(None))) or value not in choices:
         *first, last = map(repr, choices)
         raise ArgumentError(f"{name} must be {', '.join(first)} or {last}, got {short_repr(value)}")
 
 
 def require_path(name: str, value: object) -> None:
-    """Raise an `ArgumentError` for an argument that is no path of a file or a folder."""
+    """Raise an `ArgumentError` unless an argument is a path."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in str(value):
         raise ArgumentError(f"{name} must be a path, got {short_repr(value)}")
 
 
 def short_repr(value: object) -> str:
-    """Return an argument's value for a message, on one line and not too long.
+    """Return an argument's value for a message, on one line of at most 80 characters.
 
     Example:
         >>> short_repr("x"), len(short_repr("x" * 1000))
@@ -173,11 +173,11 @@ def short_repr(value: object) -> str:
 
 
 class NotPicklableError(TpufitError, TypeError):
-    """A model can't be pickled or copied: save and load it instead."""
+    """A model can't be pickled or copied; save and load it instead."""
 
 
 class NotCompiledError(TpufitError, RuntimeError):
-    """A method needs something that `compile` has not been given yet."""
+    """A method needs something that `compile` hasn't set yet."""
 
 
 class DataError(TpufitError, ValueError):
@@ -185,11 +185,11 @@ class DataError(TpufitError, ValueError):
 
 
 class LabelError(DataError):
-    """A class label lies outside the classes that the module tells apart."""
+    """A class label lies outside the module's classes."""
 
 
 class BatchError(DataError, RuntimeError):
-    """The module or the loss can't take a batch as it is. PyTorch's own error, if there is one, is its `__cause__`."""
+    """The module or the loss fails on a batch. PyTorch's error, if any, is the `__cause__`."""
 
 
 class CacheError(DataError):
@@ -197,15 +197,15 @@ class CacheError(DataError):
 
 
 class CacheMismatchError(CacheError):
-    """A cache was made of another source, with another transform, or as another version."""
+    """A cache was made from another source, with another transform, or in another version."""
 
 
 class CacheDamagedError(CacheError):
-    """A file of a cache is not what was written: cut short, altered, or another one."""
+    """A file of a cache is damaged: cut short, changed or replaced."""
 
 
 class CacheDiskFullError(CacheError):
-    """There is no room for the rest of a cache. Finished files are kept.
+    """The disk has no room for the rest of a cache. Finished files are kept.
 
     Args:
         folder: The cache.
@@ -238,11 +238,11 @@ class CacheDiskFullError(CacheError):
 
 
 class CacheBusyError(CacheError):
-    """Another warm-up is at work on the same cache."""
+    """Another warm-up is writing the same cache."""
 
 
 class WeightsError(TpufitError, ValueError):
-    """Weights don't fit the module, or the file is not one of weights."""
+    """Weights don't fit the module, or a file has no weights."""
 
 
 class CheckpointError(TpufitError, RuntimeError):
@@ -250,23 +250,23 @@ class CheckpointError(TpufitError, RuntimeError):
 
 
 class CheckpointMissingError(CheckpointError):
-    """There is no checkpoint where one was named."""
+    """There is no checkpoint at a given path."""
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A file of a checkpoint is not what was written: cut short, altered or missing."""
+    """A file of a checkpoint is damaged: cut short, changed or missing."""
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint is of another net, optimizer or data than those to be trained."""
+    """A checkpoint is of another net, optimizer or data."""
 
 
 class CheckpointNotWrittenError(CheckpointError):
-    """A checkpoint can't be written: there is no room, no permission, or its weights aren't finite."""
+    """A checkpoint can't be written: there is no room or no permission, or the weights aren't finite."""
 
 
 class CheckpointBusyError(CheckpointError):
-    """Another process, or another callback of this one, writes into the same folder."""
+    """Another process or another callback writes into the same folder."""
 
 
 class StartError(TpufitError, RuntimeError):
@@ -278,19 +278,19 @@ class CoresError(StartError):
 
 
 class VersionError(StartError):
-    """The installed versions of torch and torch_xla don't belong together."""
+    """The installed versions of torch and torch_xla are incompatible."""
 
 
 class DeviceBusyError(StartError):
-    """Another process holds the TPU."""
+    """Another process uses the TPU."""
 
 
 class HostError(TpufitError, RuntimeError):
-    """The hosts of a pod are not at one, or one of them is gone."""
+    """The hosts of a pod disagree, or a host is gone."""
 
 
 class DeviceError(TpufitError, RuntimeError):
-    """A step failed on the device, while it was compiled or run; torch_xla's error is its `__cause__`."""
+    """A step failed while it was compiled or run on the device; torch_xla's error is the `__cause__`."""
 
 
 class OutOfMemoryError(DeviceError):
@@ -298,19 +298,19 @@ class OutOfMemoryError(DeviceError):
 
 
 class DeviceLostError(DeviceError):
-    """The device is gone, or in a state of error that only a restart ends."""
+    """The device is gone, or in an error state until a restart."""
 
 
 class PartitionError(DeviceError):
-    """XLA's partitioner could not divide a step among the cores."""
+    """XLA's partitioner could not split a step over the cores."""
 
 
 class PlacementError(TpufitError, RuntimeError):
-    """A tensor of the module or the optimizer can't be moved to the device as it is."""
+    """A tensor of the module or the optimizer can't be moved to the device."""
 
 
 class ReplayError(TpufitError, RuntimeError):
-    """`jit_compile=True` was asked for, but the step can't be replayed."""
+    """The step can't be replayed, which `jit_compile=True` and TorchTPU on several cores require."""
 
 
 class StrictError(TpufitError, RuntimeError):
@@ -318,24 +318,24 @@ class StrictError(TpufitError, RuntimeError):
 
 
 class StateLostError(TpufitError, RuntimeError):
-    """A step failed on the device, and the weights are lost with it: it was to compute them, or had consumed them."""
+    """A step failed on the device, and the weights that it should compute, or that it has consumed, are lost."""
 
 
 class BusyError(TpufitError, RuntimeError):
-    """Another thread of this process uses the device, and can't let this one in."""
+    """Another thread of this process uses the device and can't be waited for."""
 
 
 class ForkedError(TpufitError, RuntimeError):
-    """A forked process asked for the device of the process that it comes from, whose threads it doesn't have."""
+    """A forked process used the device of its parent, whose threads it doesn't have."""
 
 
 class CallbackError(TpufitError, RuntimeError):
-    """A callback's hook raised; the original error is its `__cause__`."""
+    """A callback's hook raised an error, the `__cause__`."""
 
 
 class TrackerError(TpufitError, RuntimeError):
-    """An experiment tracker can't be reached, or refuses to begin a run."""
+    """An experiment tracker can't be reached, or refuses a run."""
 
 
 class PreflightError(TpufitError, RuntimeError):
-    """A step can't be compiled for a TPU that isn't there: it can't be traced, or the compiler is missing or failed."""
+    """A preflight can't compile a step: it can't be traced, or the compiler is missing or failed."""

@@ -19,35 +19,36 @@ from .checkpoint import (
     AsyncCheckpointWriter,
     Score,
     export,
-    named_checkpoint,
-    outside_of_fit,
+    make_state_outside_fit,
+    read_checkpoint_at,
     read_weights,
     restore,
     save_weights,
     take_checkpoint,
 )
 from .checkpoint import save as save_checkpoint
-from .data import stream
+from .data.user_data import recognize, recognize_held_out
 from .diagnostics.report import Report
-from .diagnostics.summary import memory, noting_outputs, table
+from .diagnostics.summary import memory, record_outputs, table
 from .errors import (
     ArgumentError,
     CheckpointDamagedError,
     CheckpointMismatchError,
     NotPicklableError,
     WeightsError,
-    counted,
+    require_choice,
     require_flag,
     require_number,
     require_path,
     require_whole,
+    say_count,
     short_repr,
 )
 from .hosts import is_first
 from .losses import LossArgument, LossByOutput, LossWeightsArgument, SharedLoss
 from .metrics import MetricsArgument, metrics_in
 from .optimizers import ExcludeArgument, GroupConfig, OptimizerArgument
-from .runtime import copies, copy_into, fetch, platform, settled, start, tracing
+from .runtime import copy_into, copy_to_host, fetch, get_settled_cores, platform, tracing
 from .step import (
     CompileConfig,
     CompileOption,
@@ -56,29 +57,23 @@ from .step import (
     ShardArgument,
     StepMethods,
     check_weights,
-    explaining,
+    explain_arguments,
     kept_modules,
     kept_parameters,
     match_weights,
     named_tensors,
+    strip_prefixes,
     suggestion_for,
-    usable,
+    unwrap_module,
     warn_of_uncalled_methods,
 )
 from .step.precision import to_bfloat16
 from .trainer import consistency, on_batch, passes
-from .trainer.arguments import (
-    Schedule,
-    TrainingData,
-    ValidationData,
-    callback_list,
-    evaluation_stream,
-    require_compiled,
-    require_gradients,
-    require_learning,
-)
+from .trainer.arguments import Schedule, TrainingData, ValidationData, evaluation_stream
 from .trainer.fitting import run_fit
 from .trainer.lr_find import LRCurve, Sweep, find
+from .trainer.make_callback_list import make_callback_list
+from .trainer.preconditions import require_compiled, require_gradients, require_learning
 from .trainer.predictions import Predictions, as_array
 from .trainer.vocabulary import require_vocabulary
 from .utils.users_code import warn
@@ -87,27 +82,27 @@ Callbacks = Callback | Sequence[Callback] | None
 
 
 class Model(StepMethods):
-    """A `torch.nn.Module` with Keras's training methods, on one core or all of them.
+    """A `torch.nn.Module` with Keras's training methods, on one core or on all cores.
 
-    A subclass may use any attribute names but those below and `_engine`.
+    A subclass may use any attribute names except `_engine` and the names below.
 
     Args:
-        module: Any module. Its parameters move to the device in place, so ties, optimizers built on them and your own
+        module: Any module. Its parameters move to the device in place, so ties, optimizers built on them and your
             references stay valid.
 
     Attributes:
         module: The module.
-        optimizer: The optimizer of `compile`; the rates in its `param_groups` are numbers that may be set at any time.
+        optimizer: The optimizer of `compile`; you may set the rates in its `param_groups`, plain numbers, at any time.
         loss: The argument of `compile`. Setting it here doesn't change the training.
         loss_weights: The argument of `compile`. Setting it here doesn't change the training.
-        run_eagerly: The argument of `compile`. If you set it, the next `fit`, `evaluate` or `predict` follows it.
-        steps_per_execution: The argument of `compile`. If you set it, the next `fit`, `evaluate` or `predict`
-            follows it.
+        run_eagerly: The argument of `compile`. If you set it, it applies from the next `fit`, `evaluate` or `predict`.
+        steps_per_execution: The argument of `compile`. If you set it, it applies from the next `fit`, `evaluate` or
+            `predict`.
         jit_compile: The argument of `compile`: `"auto"` (which Keras replaces by True or False), True or False. If you
-            set it, the next `fit`, `evaluate` or `predict` follows it.
+            set it, it applies from the next `fit`, `evaluate` or `predict`.
         history: The `History` of the last `fit`.
-        input_bound: The share of time, from 0 to 1, in which the device waited for data: in the epoch under way, or in
-            the last one.
+        input_bound: The share of time, from 0 to 1, in which the device waited for data: in the current epoch, or
+            between epochs in the last epoch.
         stop_training: Set it to True in a callback to end training after the current batch.
         stop_evaluating: Set it to True in a callback to end an evaluation after the current batch.
         stop_predicting: Set it to True in a callback to end a prediction after the current batch.
@@ -129,7 +124,7 @@ class Model(StepMethods):
     Source: `keras.Model`.
     """
 
-    loss: Any = None  # of the class, so that a subclass may have a method or a property of this name
+    loss: Any = None  # a class attribute, so that a subclass may have a method or a property of this name
     loss_weights: Any = None
     run_eagerly = CompileOption()
     steps_per_execution = CompileOption()
@@ -137,7 +132,7 @@ class Model(StepMethods):
 
     def __init__(self, module: nn.Module) -> None:
         warn_of_uncalled_methods(type(self), Model)
-        self.module = usable(module)
+        self.module = unwrap_module(module)
         self.optimizer: Optimizer | None = None
         self.history: History | None = None
         self.input_bound: float | None = None
@@ -148,27 +143,27 @@ class Model(StepMethods):
         if "_engine" not in vars(self):
             return super().__repr__()
         how = f"compiled with {type(self.optimizer).__name__}" if self.optimizer else "not compiled"
-        counts = f"{counted(self.count_params(), 'parameter')}, {how}, {counted(self.steps_taken, 'step')} taken"
+        counts = f"{say_count(self.count_params(), 'parameter')}, {how}, {say_count(self.steps_taken, 'step')} taken"
         return f"{type(self).__name__}({type(self.module).__name__}, {counts})"
 
     def __reduce__(self) -> Any:
         raise NotPicklableError(
-            f"a {type(self).__name__} can't be pickled or copied: model.save(path) and tpufit.load(path, net) do that"
+            f"a {type(self).__name__} can't be pickled or copied: use model.save(path) and tpufit.load(path, net)"
         )
 
-    if not TYPE_CHECKING:  # else it would pass any name
+    if not TYPE_CHECKING:  # else type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
             sentence = None if hasattr(type(self), name) else suggestion_for(name)
             if sentence is None:
-                return object.__getattribute__(self, name)  # raises Python's own error, or that of a user's property
+                return object.__getattribute__(self, name)  # raises Python's error, or the error in a user's property
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {sentence}")
 
     @in_turn(alone=True)
-    @explaining
+    @explain_arguments
     def compile(
         self,
-        optimizer: OptimizerArgument | None = "rmsprop",
+        optimizer: OptimizerArgument | None = "adamw",
         loss: LossArgument | None = None,
         loss_weights: LossWeightsArgument = None,
         metrics: MetricsArgument = None,
@@ -198,103 +193,108 @@ class Model(StepMethods):
         Args:
             optimizer: A name of `torch.optim` in lower case (`"adamw"`), a class, a function of the parameters
                 (`lambda params: torch.optim.SGD(params, lr=0.1)`), or an optimizer built on the module's parameters.
-                By name it has PyTorch's defaults: `"rmsprop"`, the default, a rate of 0.01 (Keras's has 0.001). None
-                for a model that isn't trained.
+                An optimizer by name has PyTorch's defaults; the default `"adamw"` has a rate of 0.001. (Keras's default
+                is `"rmsprop"` with a rate of 0.001; PyTorch's has 0.01.) None: the model can't be trained.
             loss: A name of `torch.nn.functional` (`"cross_entropy"`), a loss module or a function of (prediction,
-                target). For a module of several outputs, one name or module for all of them, or one for each: in a dict
-                by their names, in a list for a tuple of outputs, or nested as the module returns them; None for an
-                output that has no loss. `"module"`: the loss that the module returns, as Hugging Face's do for batches
-                with `"labels"`; this is the default for a module that takes `labels`. You may leave the loss out if
+                target). For a module with several outputs, one name or module for all outputs, or one for each: in a
+                dict by name, in a list for a tuple of outputs, or nested as the module returns them; None for an output
+                without a loss. `"module"`: the loss that the module returns, as Hugging Face's modules do for batches
+                with `"labels"`; this is the default for a module that takes `labels`. You may leave out the loss if
                 you override `compute_loss` or `train_step`. A function returns the mean, or the losses of rows or
-                elements; with a mask or weights, a pair of both: `lambda y_pred, y: ((y_pred - y).abs(), y != 0)`.
-            loss_weights: The factor of each output's loss in the total, in the form of `loss` (default: 1); a dict may
-                leave outputs out.
-            metrics: Names (`"accuracy"`), torchmetrics objects, and functions of (prediction, target), as a loss is,
-                whose values for each row, or for a batch, are averaged over the rows, or by the weights that it returns
-                with them; in a list, or by name in a dict.
+                elements, or a pair of losses and their weights: `lambda y_pred, y: ((y_pred - y).abs(), y != 0)`.
+            loss_weights: The factor of each output's loss in the total, in the form of `loss` (default: 1); outputs
+                missing in a dict have 1.
+            metrics: Names (`"accuracy"`), torchmetrics objects, and functions of (prediction, target), in a list, or by
+                name in a dict. A function returns values for rows or for the batch, which are averaged over the rows,
+                or a pair of values and their weights. A `tpufit.DatasetMetric` is computed over all rows at once.
                 With several classes or labels, `"f1"`, `"precision"`, `"recall"` and `"specificity"` are means over the
-                classes (macro), and `"f1_micro"` and the like count all together. One-hot targets are read as classes
-                if the loss takes classes. For several outputs, in the form of `loss`: `{"a": ["accuracy"], "b": "mse"}`
-                or `[["accuracy"], "mse"]`. The keys of a dict are outputs if `loss` is a dict or one of the values is a
-                list, else names of metrics. Labels that the loss ignores (`ignore_index`) don't count in metrics of
-                classification given by name either.
+                classes (macro), and `"f1_micro"` and the like count all classes together. One-hot targets are read as
+                classes if the loss takes classes. For several outputs, in the form of `loss`:
+                `{"a": ["accuracy"], "b": "mse"}` or `[["accuracy"], "mse"]`. The keys of a dict are outputs if `loss`
+                is a dict or a value is a list, else names of metrics. Metrics of classes by name don't count labels
+                that the loss ignores (`ignore_index`).
             weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms:
                 `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, functions that return a value for each
-                row, and torchmetrics objects whose `update` takes a weight. One with the same name as one of `metrics`
-                is logged with the prefix `weighted_`.
+                row, and torchmetrics objects whose `update` takes a weight. If `metrics` has the same name, the log
+                has the prefix `weighted_`.
             run_eagerly: Run the steps in plain PyTorch on the host (default False), to debug them with prints and
                 breakpoints.
             steps_per_execution: The number of steps that run as one graph (default 1). More steps take less of the
                 host's time. Callbacks' batch hooks are then called once for each group of steps, and once for a shorter
-                group at the end of an epoch. `"auto"`: 1 at first, then up to 16 if the steps are so short that
-                starting them takes most of the time.
+                group at the end of an epoch. `"auto"`: 1 at first, then up to 16 if steps are so short that starting
+                them takes most of the time.
             jit_compile: `"auto"` (default): a step is traced twice. If both graphs are equal, the compiled graph is
-                started from then on, without the step's Python (a replay). If not, the step is traced on every call,
-                and a warning says why. True: that is an error. False: always trace.
-            precision: `"fp32"` (default); `"bf16"`: the module computes in bfloat16 by autocast; weights, optimizer
-                and loss stay in float32; or `"bf16-true"`: the module itself becomes bfloat16, with its optimizer.
+                replayed from then on, without the step's Python. If they differ, the step is traced on every call, and
+                a warning says why. True: differing graphs are an error. False: always trace. On a GPU, True runs
+                `self(x)` in steps by `torch.compile`, and the other values change nothing.
+            precision: `"fp32"` (default); `"bf16"`, mixed precision: the module computes in bfloat16 by autocast, while
+                weights, optimizer and loss stay in float32; or `"bf16-true"`: the module and its optimizer state become
+                bfloat16.
             matmul_precision: The precision of float32 matrix products on a TPU: `"default"` (bfloat16), or `"high"` or
-                `"highest"` (close to float32). A CPU is exact in any case.
+                `"highest"` (close to float32). A CPU always computes in float32.
             attention: How `scaled_dot_product_attention` is computed on a TPU. `"plain"`: by products, with all scores
-                in memory. `"flash"`: by JAX's kernel for TPUs, which keeps none of them, so that memory grows with the
-                length of texts and not with its square. `"auto"` (default): by the kernel where it is worth it. What it
-                doesn't do stays plain: dropout, float32, masks but causal ones and those of padding or joined texts, a
-                v2 or v3, a CPU, or no JAX; `"flash"` then warns, and `report()` says it for each layer.
-            scale_lr: How the learning rate grows with the number of cores, as the batch does: `"linear"` (default;
-                Goyal et al., "Accurate, large minibatch SGD", 2017), `"sqrt"` or None (not at all). The rate given here
-                is multiplied once, at the first `fit`; rates set later are used as they are.
-            accumulate_steps: The number of batches for one step of the optimizer (default 1). It is the step that one
-                batch of all their rows would make: each counts by what its loss is the mean over, such as the labels
-                that aren't ignored. An epoch ends with a step over the remaining batches.
+                in memory. `"flash"`: by JAX's kernel for TPUs, which keeps no scores, so that memory grows linearly
+                with the length of texts instead of quadratically. `"auto"` (default): by the kernel if it is faster.
+                The kernel doesn't support dropout, float32, masks other than causal masks and masks of padding or
+                joined texts, v2, v3, CPUs, or a missing JAX; attention is then plain, `"flash"` warns, and `report()`
+                names the form of each layer.
+            scale_lr: How the learning rate grows with the number of cores, and so with the batch: `"linear"` (default;
+                Goyal et al., "Accurate, large minibatch SGD", 2017), `"sqrt"` or None (not at all). The optimizer's
+                rate is multiplied once, at the first `fit`; rates set later are used unchanged.
+            accumulate_steps: Gradient accumulation: the number of batches for one step of the optimizer (default 1).
+                The step equals that of one batch with all their rows: a batch's weight is the denominator of its mean
+                loss, such as the number of labels that aren't ignored. An epoch ends with a step over the remaining
+                batches.
             clip_norm: Scale each parameter's gradient to at most this norm (default: no limit).
             clip_value: Clip each element of the gradients to this absolute value (default: no limit).
             global_clip_norm: Scale all gradients together to at most this norm, as `clip_grad_norm_` does (default: no
-                limit): the gradients of the whole batch, on any number of cores. Only one of the three may be given.
-            exclude_from_weight_decay: The parameters without weight decay, of an optimizer that isn't built yet. True:
-                all of fewer than two dimensions, such as biases and the weights of norms. Or a pattern of parameter
-                names, such as `"*.bias"`, or a list of them (default None). They make groups of their own.
-            layer_decay: The factor from the learning rate of each block that the module repeats to that of the one
-                before, for fine-tuning (default None: one rate for all). The layers after the last block have the whole
-                rate, and those before the first the least. They make groups of their own, too.
-            use_ema: Keep an exponential moving average of the weights (default False), which `fit` puts in their place
-                at its end; `SwapEMAWeights` does so for validation too.
+                limit). On any number of cores the gradients are the whole batch's. Only one of the three limits may be
+                given.
+            exclude_from_weight_decay: The parameters without weight decay, for an optimizer that isn't built yet. True:
+                all parameters with fewer than two dimensions, such as biases and the weights of norms. Or a pattern of
+                parameter names, such as `"*.bias"`, or a list of patterns (default None). They get separate groups.
+            layer_decay: The factor of the learning rate from each block that the module repeats to the block before,
+                for fine-tuning (default None: one rate for all). Layers after the last block have the full rate, layers
+                before the first block the smallest. Each rate gets a separate group.
+            use_ema: Keep an exponential moving average of the weights (default False), with which `fit` overwrites the
+                weights at its end; `SwapEMAWeights` also uses it in validations.
             ema_momentum: The share of the average that each step keeps (default 0.99).
-            ema_overwrite_frequency: The number of steps of the optimizer after which the average replaces the weights
+            ema_overwrite_frequency: The number of steps of the optimizer after which the average overwrites the weights
                 (default: only at the end).
             shard: Which parameters are split over the cores, for a network too large for one core. None (default): each
-                core has all of them. `"fsdp"`: each large parameter is split along its best dimension, and so are its
-                gradient, its part of the optimizer's state, and its accumulated sums and averages; small parameters and
-                buffers stay whole. A step gathers a weight when it computes with it. A dict,
-                `{"head.weight": None, "blocks.*.weight": 0}`: the dimension, or None, for patterns of parameter names.
-                The first pattern that matches counts; a parameter that none matches stays whole. On one core nothing is
-                split.
-            remat: Compute activations of these blocks again in the backward pass, instead of keeping them from the
-                forward pass, which takes less memory and more work (default None). True: all but the inputs of the
-                blocks that the module repeats in a `ModuleList` or `Sequential`, such as a transformer's. By a policy,
-                named as JAX names some, less is computed again: `"attention"`, what is inside of attention; `"dots"`,
-                all but the products with weights (linear layers) and what attention has come to; `"nothing"` is True.
-                Or a pattern of module names, such as `"encoder.layer.*"`, a list of them, or a dict of a policy for
-                each (`{"encoder.layer.*": "dots"}`), of which the first that matches counts. Results stay the same;
-                the blocks' Python runs twice when the step is traced, unless the policy is `"attention"`.
+                core has all parameters. `"fsdp"`: each large parameter is split along its best dimension, like its
+                gradient, optimizer state, accumulated gradient and average; small parameters and buffers stay whole.
+                A step gathers a weight when it uses it. A dict, `{"head.weight": None, "blocks.*.weight": 0}`: the
+                dimension, or None, for patterns of parameter names. The first pattern that matches counts; parameters
+                without a match stay whole. On one core nothing is split.
+            remat: Rematerialization (activation checkpointing): compute activations of these blocks again in the
+                backward pass instead of keeping them, which takes less memory and more work (default None). True: keep
+                only the inputs of the blocks that the module repeats in a `ModuleList` or `Sequential`, such as a
+                transformer's. A policy computes less again: `"attention"`, only the inside of attention; `"dots"`,
+                everything except products with weights (linear layers) and the outputs of attention; `"nothing"`, the
+                same as True. Or a pattern of module names, such as `"encoder.layer.*"`, a list of patterns, or a dict
+                with a policy for each pattern (`{"encoder.layer.*": "dots"}`), of which the first that matches counts.
+                Results stay the same; the blocks' Python runs twice when the step is traced, unless the policy is
+                `"attention"`.
 
         Raises:
-            UnknownNameError: A name is unknown; the nearest ones are suggested.
-            ArgumentError: A value is of the wrong kind, such as float16.
+            UnknownNameError: A name is unknown; the nearest names are suggested.
+            ArgumentError: A value is invalid, such as float16.
 
         Source: `keras.Model.compile`.
         """
         arguments = {name: value for name, value in locals().items() if name not in ("self", "optimizer")}
         before = self._engine
-        # Everything is checked and built before the model changes, which a refused compile leaves as it was.
+        # Everything is checked and built before the model changes, so that a refused compile changes nothing.
         config = CompileConfig.of(arguments, self.module)
         groups = GroupConfig(exclude_from_weight_decay, layer_decay)
         others = [*config.loss_modules, *kept_modules(self).values()]
         known = [*(p for part in others for p in part.parameters()), *kept_parameters(self).values()]
         built = None if optimizer is None else optimizers.build(optimizer, self.module, groups, known)
-        before.expose()  # before dtypes change: held values would keep the old ones
+        before.expose()  # before dtypes change, because held values would keep the old dtypes
         if precision == "bf16-true":
             to_bfloat16([*self.module.parameters(), *self.module.buffers()])
-            before.state.renew()
+            before.state.forget_held()
         self.optimizer = built
         if loss is not None:
             self.loss = loss
@@ -302,7 +302,7 @@ class Model(StepMethods):
         self._engine = Engine(self, config, before)
 
     @in_turn(alone=True)
-    @explaining
+    @explain_arguments
     def fit(
         self,
         x: Any = None,
@@ -331,99 +331,111 @@ class Model(StepMethods):
         max_time: float | timedelta | None = None,
         resume: bool | str | os.PathLike[str] = False,
         strict: bool = False,
+        sanity_steps: int = 0,
+        last_batch: str = "exact",
         cores: CoresArgument = None,
     ) -> History:
         """Train for a number of epochs.
 
         Args:
             x: Arrays, tensors or tables (or a tuple or dict of them), a map-style or iterable `Dataset`, a list of
-                rows, a `DataLoader`, or any iterable of batches `(x, y)`. What has `__len__` and `__getitem__`, such
-                as a data set of Hugging Face, counts as map-style, as for PyTorch's `DataLoader`. A table of pandas,
-                polars or pyarrow is an array of shape (rows, columns), a series one of shape (rows,); a missing value
-                in one is an error.
+                rows, a `DataLoader`, or any iterable of batches `(x, y)`. An object with `__len__` and `__getitem__`,
+                such as a data set of Hugging Face, counts as map-style, as for PyTorch's `DataLoader`. A table of
+                pandas, polars or pyarrow is an array of shape (rows, columns), a series an array of shape (rows,); a
+                missing value is an error.
             y: Targets, with arrays.
             batch_size: Rows per core (default 32): the global batch is `batch_size * cores`. From a `DataLoader` or an
-                iterable, `cores` batches are joined row by row to one step's, a batch for each core; with
-                `batch_size="global"` each of its batches is for all cores together, which it is split over, and the
-                learning rate isn't scaled. `"auto"`, for arrays and map-style datasets: the most that
-                fit into a core's memory, by the TPU's compiler if `tpufit[preflight]` is installed, else by trial,
-                which trains a step at several sizes and puts everything back. On a CPU, which has no memory of its own
-                to fill, that is 32. It is printed, and in `report()`.
-            epochs: The number of the last epoch: training runs from `initial_epoch` to it (default 1, or with
-                `max_steps` as many as these need; 0: no epoch).
+                iterable, each step takes `cores` batches, one for each core; with `batch_size="global"` each step takes
+                one batch, which is split over all cores, and the learning rate isn't scaled. `"auto"`, for arrays and
+                map-style datasets: the largest batch that fits into a core's memory, according to the TPU's compiler if
+                `tpufit[preflight]` is installed, else by trial: a step is trained at several sizes and undone. On a CPU
+                it is 32. The size is printed, and in `report()`.
+            epochs: The number of the last epoch: training runs from `initial_epoch` to it (default 1, or as many as
+                `max_steps` needs; 0: no epoch).
             verbose: `"auto"` (default), 0 (silent), 1 (a progress bar) or 2 (a line an epoch).
             callbacks: `Callback` objects, or a `CallbackList`.
             validation_split: The share of the rows, taken from the end before shuffling, to validate on (arrays and
                 map-style datasets).
             validation_data: `(x, y)` or `(x, y, sample_weight)` as arrays, or a data set, loader or iterable.
-            shuffle: True (default) to give arrays and map-style datasets a new order each epoch, `"batch"` to give it
-                only to each `batch_size` rows among themselves, or False; loaders and iterables keep theirs.
-            class_weight: Weights of the rows by class, `{0: 1.0, 1: 5.0}`, for training only; classes left out weigh 1.
-                They are multiplied with `sample_weight`, and work with data of any form. `"balanced"`, for a y in one
-                array: rows / (classes * rows of the class), as in scikit-learn.
-            sample_weight: One weight a row, with arrays, or one for each element of a sequence, shape `(rows, time)`;
+            shuffle: True (default) shuffles arrays and map-style datasets each epoch, `"batch"` keeps each group of
+                `batch_size` rows together, and False keeps the order; loaders and iterables keep their order.
+            class_weight: Weights of the rows by class, `{0: 1.0, 1: 5.0}`, for training only; missing classes have
+                weight 1. They are multiplied by `sample_weight`, and work with data of any form. `"balanced"`, for a y
+                in one array: rows / (classes * rows of the class), as in scikit-learn.
+            sample_weight: With arrays, a weight for each row, or for each element of a sequence, shape `(rows, time)`;
                 for several outputs one array for all, or one for each in the form of `y`.
             initial_epoch: The epoch to begin with, from 0 (default 0).
-            steps_per_epoch: Global batches an epoch (default: all); needed for endless data. Each epoch goes on where
-                the last one left off, and ends with the data, with a warning: 10 batches give epochs of 9, 1, 9, 1,
-                ... steps if 9 are asked for.
+            steps_per_epoch: Global batches an epoch (default: all); needed for endless data. Each epoch continues after
+                the last batch of the previous epoch, and ends with the data, with a warning: with 10 batches and
+                `steps_per_epoch=9`, epochs have 9, 1, 9, 1, ... steps.
             validation_steps: Batches a validation (default: all), each time from the start of its data.
             validation_batch_size: Rows per core when validating, or `"global"` (default: `batch_size`).
             validation_freq: The number of epochs from one validation to the next (default 1), or a container of the
                 epochs (from 1) after which to validate.
-            validation_step_freq: Validate inside each epoch too: the number of its steps from one validation to the
-                next, or as a float their share (`0.25`: four times an epoch). Each validation calls `on_test_begin` to
-                `on_test_end`; the epoch's logs have the `val_*` of the last one. With `steps_per_execution=k` it comes
-                after the step's group.
-            device_transform: A function of a batch to train on, such as a module of `tpufit.data.augment`. It is run on
-                the device inside the step, after the data's own (default: none).
+            validation_step_freq: Validate inside each epoch too: the number of steps from one validation to the next,
+                or as a float a share of the epoch (`0.25`: four times an epoch). Each validation calls `on_test_begin`
+                to `on_test_end`; the epoch's logs have the `val_*` of the last validation. With
+                `steps_per_execution=k` the validation comes after the step's group.
+            device_transform: A function of a training batch, such as a module of `tpufit.data.augment`. It runs on the
+                device inside the step, after the data's own `device_transform` (default: none).
             limit: The number of batches per epoch to train and validate on, or as a float their share (default: all).
-            validation_limit: The same for validation alone (default: `limit`).
-            min_epochs: The number of epochs before which no callback ends training (default 0): one that wants to must
-                want it again.
+            validation_limit: The same for validation only (default: `limit`).
+            min_epochs: The number of epochs before which no callback can end training (default 0); earlier requests
+                are dropped.
             max_steps: The number of the optimizer's steps after which training ends, maybe inside an epoch (default: no
-                limit). With `resume` those before it count too.
+                limit). Steps before a `resume` count too.
             max_time: The time after which to stop, at the end of a batch: seconds, or a `timedelta`.
             resume: True: resume from the newest checkpoint of the `ModelCheckpoint(folder)` or `BackupAndRestore` among
-                the callbacks, or start from the beginning if there is none. `"best"`: from the best one.
-                `"next_epoch"`: from the newest, without the rest of its epoch. A path: a run's folder, or one
-                checkpoint, which must be complete. On the same number of cores training goes on bit for bit;
-                `initial_epoch` has no effect then.
-            strict: True raises an error, at the user's line, for whatever makes steps slow (default False): in training
+                the callbacks, or start from the beginning without a checkpoint. `"best"`: from the best checkpoint.
+                `"next_epoch"`: from the newest, but skip the rest of its epoch. A path: a run's folder, or a
+                checkpoint, which must be complete. On the same number of cores training resumes bit for bit;
+                `initial_epoch` then has no effect.
+            strict: True raises an error, at the user's line, for what slows down steps (default False): in training
                 and validation a value read from the device, an operation that runs on the host or a step that can't be
-                replayed, and after the first pass over the data a new graph. The weights stay as they were.
-            cores: `"auto"` (every TPU core; one of the CPU), a count, or `[i]` for one particular core. The first call
-                in a process settles it, see `tpufit.init`.
+                replayed; and a new graph after the first pass over the data. The weights don't change.
+            sanity_steps: The number of batches to validate before training, to find an error in the validation now
+                instead of after an epoch (default 0: none). It is undone, and callbacks aren't called, so training and
+                resuming give the same numbers, to the bit. The whole state is copied to the host for it.
+            last_batch: What happens to an epoch's short last batch, for which each kind of step is compiled once more.
+                `"exact"` (default): it stays short. `"pad"`: in training and validation it is padded with rows whose
+                label the loss ignores, so that one program is enough. Results equal those of `"exact"` up to rounding,
+                and the step's random numbers differ. This needs a loss of labels such as `"cross_entropy"`, metrics of
+                classes by name, the default steps, and no layers that combine rows, such as batch norms that learn;
+                where tpufit detects one, it is an error. `rows_seen` and samples a second include the padding.
+                `"drop"`: training leaves the batch out, with different rows each epoch; validation keeps all rows.
+            cores: `"auto"` (every TPU core; or the GPU; or one core of the CPU), a number of cores, or `[i]` for one
+                particular core. The first call in a process settles it, see `tpufit.init`.
 
         Returns:
-            The `History`: its `history` holds a list of floats for each log, one an epoch.
+            The `History`: its `history` has for each log a list of floats, one for each epoch.
 
         Raises:
             NotCompiledError: `compile` has not been called.
             ArgumentError, DataError, CoresError: See their messages; raised before anything is compiled.
             OutOfMemoryError: A step doesn't fit, or with `batch_size="auto"` not even one row a core.
             LabelError: A class label is outside the module's classes.
-            CallbackError: A callback raised; the others' `on_train_end` has run.
+            CallbackError: A callback raised an error; the others' `on_train_end` has run.
             CheckpointError: The checkpoint to resume from is missing, damaged, or of another model or data; or too many
-                could not be written.
-            KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM, once the step is over and saved.
+                checkpoints could not be written.
+            KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM, once the step has ended and is saved.
             StrictError: See `strict`.
 
         Source: `keras.Model.fit`.
         """
+        data = recognize(x, y, sample_weight)
         return run_fit(
             self._engine,
-            TrainingData(x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, device_transform),
+            TrainingData(data, batch_size, shuffle, steps_per_epoch, class_weight, device_transform, last_batch),
             ValidationData(
                 validation_split,
-                validation_data,
+                None if validation_data is None else recognize_held_out(validation_data, "validation_data", data),
                 validation_steps,
                 validation_batch_size,
                 validation_freq,
                 validation_step_freq,
                 validation_limit,
             ),
-            Schedule(epochs, initial_epoch, min_epochs, max_steps, limit, max_time, resume, strict),
+            Schedule(epochs, initial_epoch, min_epochs, max_steps, limit, max_time, resume, strict, sanity_steps),
             callbacks,
             verbose,
             cores,
@@ -434,29 +446,28 @@ class Model(StepMethods):
     def preflight(
         self, x: Any = None, y: Any = None, batch_size: Any = None, *, tpu: Any = "v5e-8", **others: Any
     ) -> Any:
-        """Compile the steps of a `fit` for a TPU, by the TPU's own compiler, on a machine that needs none.
+        """Compile the steps of a `fit` for a TPU with the TPU's compiler, on any machine.
 
-        Nothing is trained, and the model stays as it is. Of the data only a first batch is read. The steps are traced
-        and compiled in processes of their own, in which the weights take no memory.
+        Nothing is trained, and the model doesn't change. Of the data only the first batch is read. The steps are traced
+        and compiled in separate processes, in which the weights take no memory.
 
         Args:
-            x: As in `fit`, but no iterator, of which a batch would be used up.
+            x: As in `fit`, except iterators, which would lose a batch.
             y: As in `fit`.
             batch_size: As in `fit`; `"auto"` finds the largest that fits, within 5 %, by compiling several.
             tpu: The cloud's name of a slice, such as `"v3-8"`, `"v5litepod-8"` or `"v6e-64"` (default `"v5e-8"`), or
-                several, to compare.
-            others: The other arguments of `fit`, such as `validation_data`; those that change no program, such as
-                `epochs` and `callbacks`, have no effect. With `verbose=0` there is no clock. `timeout` is the seconds
-                that tracing may take, and compiling (default 3600). With `remat="auto"`, the policies of `compile` are
-                compiled one after the other, what costs the least first, until all fits; `remat` of the report says
-                which it was.
+                several names, to compare. `"v7x-8"` and the like need TorchTPU instead of torch_xla.
+            others: The other arguments of `fit`, such as `validation_data`; arguments that change no program, such as
+                `epochs` and `callbacks`, have no effect. With `verbose=0` no clock is shown. `timeout` limits the
+                seconds of tracing, and of compiling (default 3600). With `remat="auto"`, the policies of `compile` are
+                tried, cheapest first, until all programs fit; the report's `remat` names the policy.
 
         Returns:
-            A `PreflightReport`, to be printed, or read: `fits`, `seconds` a step, `warnings`, ...; for several slices
+            A `PreflightReport` to print, or to read: `fits`, `seconds` a step, `warnings`, ...; for several slices
             a `Comparison`.
 
         Raises:
-            PreflightError: A step can't be replayed, or the compiler is missing, refuses it, or ends.
+            PreflightError: A step can't be replayed, or the compiler is missing, refuses the step, or dies.
             UnknownNameError: There is no such slice.
             NotCompiledError, ArgumentError, DataError, LabelError: As in `fit`.
 
@@ -471,7 +482,7 @@ class Model(StepMethods):
 
         Source: MaxText's `train_compile.py`, which does this for JAX.
         """
-        from .preflight import run_preflight  # here, because few who import tpufit will
+        from .preflight import run_preflight  # here, because few programs need it
 
         return run_preflight(self._engine, tpu, {"x": x, "y": y, "batch_size": batch_size} | others)
 
@@ -490,7 +501,7 @@ class Model(StepMethods):
         *,
         cores: CoresArgument = None,
     ) -> Any:
-        """Compute the loss and the metrics over data, each row counted exactly once on any number of cores.
+        """Compute the loss and the metrics over data; each row counts exactly once on any number of cores.
 
         Args:
             x: As in `fit`.
@@ -504,8 +515,8 @@ class Model(StepMethods):
             cores: As in `fit`.
 
         Returns:
-            The loss alone if there are no metrics, else a list `[loss, *metrics]`, with the outputs' losses after the
-            total if there are several, and the own logs of a `test_step` last, sorted by name; a dict if `return_dict`.
+            The loss if there are no metrics, else a list `[loss, *metrics]`, with the losses of several outputs after
+            the total, and further logs of your own `test_step` last, sorted by name; a dict if `return_dict`.
 
         Raises:
             NotCompiledError, ArgumentError, DataError, CoresError, LabelError: As in `fit`.
@@ -515,17 +526,17 @@ class Model(StepMethods):
         engine = self._engine
         return_dict = require_flag("return_dict", return_dict)
         require_compiled(engine, "evaluate")
-        require_vocabulary(self.module, x)
+        data = recognize_held_out(x, "x") if y is None and sample_weight is None else recognize(x, y, sample_weight)
+        require_vocabulary(self.module, data.x)
         verbosity = resolve_verbose(verbose)
-        now = start(cores, f"evaluate(cores={cores!r})")
+        now = engine.start(cores, f"evaluate(cores={cores!r})")
         placement = engine.place_on(now)
-        data = x if y is None and sample_weight is None else (x, y, sample_weight)[: 2 if sample_weight is None else 3]
-        held_out = evaluation_stream(data, batch_size, placement, now, steps, name="x")
-        consistency.check(engine, evaluate=None if held_out.per_host else (held_out.steps, held_out.sizes()))
-        consistency.move(engine, placement)
+        held_out = evaluation_stream(data, batch_size, placement, now.count, steps)
+        consistency.compare_hosts(engine, evaluate=None if held_out.per_host else (held_out.steps, held_out.sizes()))
+        consistency.move_model(engine, placement)
         params = {"epochs": 1, "steps": held_out.steps, "verbose": verbosity}
-        logs = passes.evaluate(engine, held_out, callback_list(engine, callbacks, params))
-        return _returned(logs, self.metrics_names, return_dict)
+        logs = passes.evaluate(engine, held_out, make_callback_list(engine, callbacks, params))
+        return _to_keras_form(logs, self.metrics_names, return_dict)
 
     @in_turn()
     @torch.inference_mode(False)
@@ -543,9 +554,9 @@ class Model(StepMethods):
     ) -> Any:
         """Compute the module's outputs for all rows of data, in order.
 
-        Before anything has settled the cores, a `predict` without `cores` on a machine without a TPU runs in plain
+        As long as no call has settled the cores, a `predict` without `cores` on a machine without a TPU runs in plain
         PyTorch and settles nothing, so that a `fit(cores=8)` may follow. A module that draws random numbers in `eval`
-        mode draws new ones at each call, see `tpufit.set_random_seed`.
+        mode draws different numbers at each call, see `tpufit.set_random_seed`.
 
         Args:
             x: As in `fit`; targets in the data are ignored.
@@ -553,17 +564,17 @@ class Model(StepMethods):
             verbose: As in `fit`.
             steps: Batches to predict (default: all).
             callbacks: `Callback` objects.
-            out: The path of a `.npy` file to write the rows to as they come, for more rows than memory holds (default:
-                none); for several outputs a path for each, in their form: `{"a": "a.npy", "b": "b.npy"}`. An existing
-                file is replaced once all rows are written.
-            local: On a pod, True to return on each host the rows that it has computed (default False: process 0 returns
-                all rows, the others None). Outputs too large for one core need it.
+            out: The path of a `.npy` file to which rows are written batch by batch, for more rows than fit into memory
+                (default: none); for several outputs a path for each, in the same form: `{"a": "a.npy", "b": "b.npy"}`.
+                An existing file is replaced once all rows are written.
+            local: On a pod, True returns on each host the rows that it has computed (default False: process 0 returns
+                all rows, the other processes None). Outputs too large for one core need it.
             cores: As in `fit`.
 
         Returns:
-            A NumPy array with the rows of all batches, or a nest of arrays as the module returns them; with `out`, they
-            are the files, mapped into memory for reading. Beside the result, only a few batches are in memory. None if
-            there were no batches.
+            A NumPy array with the rows of all batches, or a nest of arrays as the module returns them; with `out`, the
+            files, mapped into memory for reading. Besides the result, only a few batches are in memory. None if there
+            were no batches.
 
         Raises:
             ArgumentError, CoresError, BatchError: As in `fit`.
@@ -581,25 +592,25 @@ class Model(StepMethods):
         Source: `keras.Model.predict`.
         """
         engine = self._engine
+        given = recognize(x)
         local = require_flag("local", local)
         verbosity = resolve_verbose(verbose)
         placement = engine.state.placement
         count = 1
         # Plain PyTorch on the host gives what the device would, and a later fit(cores=8) may still settle the cores.
         host_is_equal = placement.on_host and engine.config.precision == "fp32" and platform() == "CPU"
-        if cores is not None or settled() is not None or not host_is_equal:
-            now = start(cores, f"predict(cores={cores!r})")
+        if cores is not None or get_settled_cores() is not None or not host_is_equal:
+            now = engine.start(cores, f"predict(cores={cores!r})")
             placement = engine.place_on(now)
             count = now.count
-        shards = placement.local_shards
-        data = stream(x, batch_size=batch_size, cores=count, steps=steps, restart=True, local_shards=shards)
+        data = evaluation_stream(given, batch_size, placement, count, steps)
         wanted = local or is_first()
         predictions = Predictions(data.steps, out if wanted else None)
-        consistency.check(engine, predict=None if data.per_host else (data.steps, data.sizes()))
-        consistency.move(engine, placement)
+        consistency.compare_hosts(engine, predict=None if data.per_host else (data.steps, data.sizes()))
+        consistency.move_model(engine, placement)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
         with predictions.committed():
-            all_callbacks = callback_list(engine, callbacks, params)
+            all_callbacks = make_callback_list(engine, callbacks, params)
             passes.predict(engine, data, all_callbacks, predictions.add if wanted else lambda outputs: None, local)
         return predictions.result()
 
@@ -618,25 +629,25 @@ class Model(StepMethods):
         *,
         cores: CoresArgument = None,
     ) -> LRCurve:
-        """Find a learning rate: train for some steps while the rate grows from tiny to too large, then undo it all.
+        """Find a learning rate: train for some steps while the rate grows from tiny to too large, then undo everything.
 
-        Each step has a rate of its own and a whole global batch of the shuffled data, which start over when they end; a
-        short last batch is left out. The rates are inputs of the step's graph, which `fit` then finds compiled, and the
-        losses are read ten steps at a time. Afterwards weights, buffers, optimizer, rates, modes and random numbers are
-        bit for bit what they were, also after an error or Ctrl-C. Only data that keep their own position, such as an
-        iterator, have moved on, and lists and objects that a step's Python changes stay changed.
+        Each step has its own rate and a full global batch of the shuffled data, which are repeated if needed, without a
+        short last batch. The rates are inputs of the step's graph, so `fit` needs no new graph. Losses are read ten
+        steps at a time. At the end weights, buffers, optimizer, rates, modes and random numbers are restored bit for
+        bit, even after an error or Ctrl-C. Only data with their own position, such as an iterator, are not rewound, and
+        lists and objects that a step's Python changes are not restored.
 
         Args:
             x: As in `fit`.
             y: Targets, with arrays.
             batch_size: Rows per core (default 32), or `"global"`, as in `fit`.
-            sample_weight: One weight a row, with arrays.
-            start_lr: The first rate (default 1e-7). Both limits are actual rates, which the cores don't scale; with
-                several groups the first group gets them, and the others theirs in proportion.
+            sample_weight: A weight for each row, with arrays.
+            start_lr: The first rate (default 1e-7). Both limits are actual rates, not scaled by the number of cores;
+                with several groups they are the first group's, and the others' are in proportion.
             end_lr: The last rate (default 10).
             steps: The number of rates to try (default 100), evenly spaced on a logarithmic scale.
-            stop_factor: End early when the smoothed loss exceeds so many times the lowest one (default 4), or a loss is
-                infinite or not a number.
+            stop_factor: End early when the smoothed loss exceeds its minimum times this factor (default 4), or a loss
+                is infinite or NaN.
             smoothing: The share of the losses' running average that each step keeps (default 0.9).
             cores: As in `fit`.
 
@@ -664,12 +675,13 @@ class Model(StepMethods):
         require_compiled(engine, "lr_find")
         require_gradients("lr_find")
         require_learning(self._engine)
-        require_vocabulary(self.module, x)
+        train = TrainingData(recognize(x, y, sample_weight), batch_size)
+        require_vocabulary(self.module, train.data.x)
         sweep = Sweep(start_lr, end_lr, steps, stop_factor, smoothing)
-        now = start(cores, f"lr_find(cores={cores!r})")
+        now = engine.start(cores, f"lr_find(cores={cores!r})")
         placement = engine.place_on(now)
-        data = TrainingData(x, y, sample_weight, batch_size).stream(placement, now, seed)
-        consistency.move(engine, placement)
+        data = train.stream(placement, now, seed)
+        consistency.move_model(engine, placement)
         return find(engine, data, sweep, seed)
 
     @in_turn(alone=True)
@@ -683,18 +695,18 @@ class Model(StepMethods):
         *,
         cores: CoresArgument = None,
     ) -> Any:
-        """Train on one global batch, for a training loop of your own. As in Keras, the logs are of this batch alone.
+        """Train on one global batch, for your own training loop. As in Keras, the logs are only of this batch.
 
         Args:
             x: The inputs: arrays, tensors or a nest of them, with the rows of all cores.
             y: The targets.
-            sample_weight: One weight a row.
+            sample_weight: A weight for each row.
             class_weight: Weights of the rows by class, as in `fit`.
-            return_dict: Return the logs by name (default False): they wait for the device only if one is read.
+            return_dict: Return the logs by name (default False), which wait for the device only when they are read.
             cores: As in `fit`.
 
         Returns:
-            The loss alone if there are no metrics, else a list `[loss, *metrics]`; a mapping if `return_dict`.
+            The loss if there are no metrics, else a list `[loss, *metrics]`; a mapping if `return_dict`.
 
         Raises:
             NotCompiledError, ArgumentError, DataError, CoresError, LabelError: As in `fit`.
@@ -707,7 +719,7 @@ class Model(StepMethods):
         require_learning(self._engine)
         parts = (x, y, sample_weight)
         run, _ = on_batch.run_on_batch(self._engine, "train", parts, cores, "train_on_batch", class_weight)
-        return _returned(run.logs(), self.metrics_names, return_dict)
+        return _to_keras_form(run.logs(), self.metrics_names, return_dict)
 
     @in_turn()
     @torch.inference_mode(False)
@@ -720,14 +732,14 @@ class Model(StepMethods):
         *,
         cores: CoresArgument = None,
     ) -> Any:
-        """Evaluate one global batch. Arguments, logs and errors are those of `train_on_batch`, but for `class_weight`.
+        """Evaluate one global batch, with the arguments, logs and errors of `train_on_batch` except `class_weight`.
 
         Source: `keras.Model.test_on_batch`.
         """
         return_dict = require_flag("return_dict", return_dict)
         require_compiled(self._engine, "test_on_batch")
         run, _ = on_batch.run_on_batch(self._engine, "eval", (x, y, sample_weight), cores, "test_on_batch")
-        return _returned(run.logs(), self.metrics_names, return_dict)
+        return _to_keras_form(run.logs(), self.metrics_names, return_dict)
 
     @in_turn()
     @torch.inference_mode(False)
@@ -760,19 +772,19 @@ class Model(StepMethods):
         *,
         cores: CoresArgument = None,
     ) -> Iterator[Any]:
-        """Iterate over the global batches of one epoch, as `fit` would, for a training loop of your own.
+        """Iterate over the global batches of one epoch, as `fit` would, for your own training loop.
 
         Args:
             x: As in `fit`.
             y: Targets, with arrays.
-            sample_weight: One weight a row, with arrays.
+            sample_weight: A weight for each row, with arrays.
             batch_size: Rows per core (default 32), or `"global"`, as in `fit`.
             shuffle: As in `fit`.
-            epoch: The epoch's number, from 0 (default 0). With PyTorch's seed it determines the order.
+            epoch: The epoch's number, from 0 (default 0), which with PyTorch's seed determines the order.
             cores: As in `fit`.
 
         Returns:
-            Batches `(x, y)` or `(x, y, sample_weight)` of host tensors, or as the data yield them.
+            Batches `(x, y)` or `(x, y, sample_weight)` of host tensors, or in the form in which the data yield them.
 
         Example:
             >>> import torch, tpufit
@@ -786,14 +798,14 @@ class Model(StepMethods):
             ['loss']
         """
         epoch = require_whole("epoch", epoch, 0)
-        now = start(cores, f"batches(cores={cores!r})")
+        data = TrainingData(recognize(x, y, sample_weight), batch_size, shuffle)
+        now = self._engine.start(cores, f"batches(cores={cores!r})")
         seed = torch.initial_seed()
-        data = TrainingData(x, y, sample_weight, batch_size, shuffle)
         return data.stream(self._engine.place_on(now), now, seed).epoch(epoch)
 
     @in_turn()
     def reset_metrics(self) -> None:
-        """Forget the logs of `train_on_batch` and `test_on_batch`, as each call of these does anyway.
+        """Reset the logs of `train_on_batch` and `test_on_batch`; each call of these does so anyway.
 
         Source: `keras.Model.reset_metrics`.
         """
@@ -803,7 +815,7 @@ class Model(StepMethods):
     def metrics(self) -> list[Any]:
         """The metrics of `compile`, and the torchmetrics objects among the model's attributes and in their collections.
 
-        The latter are updated in a step of your own, and reset for each epoch and each evaluation.
+        Your own step updates the latter, which are reset for each epoch and each evaluation.
 
         Source: `keras.Model.metrics`.
         """
@@ -817,8 +829,8 @@ class Model(StepMethods):
         """
         loss = self._engine.config.loss
         parts = loss.names if isinstance(loss, (LossByOutput, SharedLoss)) else []
-        own = metrics_in(vars(self))
-        return ["loss", *parts, *(metric.name for metric in self._engine.config.metrics), *own]
+        tracked = metrics_in(vars(self))
+        return ["loss", *parts, *(metric.name for metric in self._engine.config.metrics), *tracked]
 
     @in_turn()
     def summary(
@@ -828,16 +840,16 @@ class Model(StepMethods):
         input_size: Sequence[int] | None = None,
         x: Any = None,
     ) -> None:
-        """Print the layers with their outputs and parameters, marked if tied or frozen, and the totals.
+        """Print the layers with their outputs and parameters, which are marked if tied or frozen, and the totals.
 
-        It also prints the memory that training takes on each core and, after the first step, the formats in which that
-        computed. The outputs' shapes are those of the first batch of any step; before it they are shown as `?`, unless
-        a batch is given here.
+        It also prints the memory that training takes on each core and, after the first step, the floating-point formats
+        of that step. The outputs' shapes are known from the first batch of any step or from a batch given here; before,
+        they are shown as `?`.
 
         Args:
-            print_fn: The function that takes the text (default: `print`).
-            input_size: The shape of an input, rows included: zeros of this shape run through the module once.
-            x: A batch of inputs to run through the module instead, e.g. integers, or several inputs.
+            print_fn: A function that gets the text (default: `print`).
+            input_size: The shape of an input, including rows: zeros of this shape run through the module once.
+            x: A batch of inputs to run through the module instead, e.g. integers or several inputs.
 
         Source: `keras.Model.summary`.
         """
@@ -851,12 +863,12 @@ class Model(StepMethods):
             x = torch.zeros([require_whole("each number of input_size", rows) for rows in input_size])
         if x is not None:
             seen.shapes.clear()
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), noting_outputs(self.module, seen.shapes):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), record_outputs(self.module, seen.shapes):
                 self(x, training=False)
-        own = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
-        state = [t for key, t in engine.state.tensors()[0].items() if key not in own]
+        inside = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
+        state = [t for key, t in engine.state.tensors()[0].items() if key not in inside]
         split = {key: sharding.axis for key, sharding in engine.state.device.shardings.items()}
-        lines = [table(self.module, seen.shapes, split), memory(self.module, state, engine.state.of_a_core)]
+        lines = [table(self.module, seen.shapes, split), memory(self.module, state, engine.state.bytes_per_core)]
         lines += [f"precision {engine.config.precision}: {seen.formats}"] if seen.formats else []
         (print_fn or print)("\n".join(lines))
 
@@ -864,7 +876,7 @@ class Model(StepMethods):
         """Iterate over the module's parameters.
 
         Args:
-            recurse: False leaves out those of its layers (default True).
+            recurse: False leaves out the parameters of its layers (default True).
 
         Source: `torch.nn.Module.parameters`.
         """
@@ -875,7 +887,7 @@ class Model(StepMethods):
 
         Args:
             prefix: The beginning of each name (default: none).
-            recurse: False leaves out those of its layers (default True).
+            recurse: False leaves out the parameters of its layers (default True).
 
         Source: `torch.nn.Module.named_parameters`.
         """
@@ -885,17 +897,17 @@ class Model(StepMethods):
         return self.module.named_parameters(prefix, recurse)
 
     def count_params(self) -> int:
-        """Count the elements of the parameters, as `summary` does: those of a tied parameter once.
+        """Count the elements of the parameters, as `summary` does; a tied parameter counts once.
 
         Source: `keras.Model.count_params`.
         """
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def report(self, verbose: bool = False) -> Report:
-        """Report the steps since the last `fit` began, their times and their problems. This waits for nothing.
+        """Report the steps since the last `fit` began, with their times and problems, without waiting for the device.
 
         Args:
-            verbose: Add torch_xla's own report, as `metrics_report` (default False).
+            verbose: Add torch_xla's report, as `metrics_report` (default False).
 
         Returns:
             The `Report`: print it, or read its `problems` and `hints`.
@@ -913,21 +925,24 @@ class Model(StepMethods):
 
     @property
     def memory_used(self) -> int | None:
-        """The bytes of a core's memory that are in use; None where the runtime doesn't tell, as for several cores."""
+        """The bytes of a core's memory that are in use; None if the runtime doesn't tell, as for several cores.
+
+        On a GPU it is the peak so far, as `torch.cuda.max_memory_allocated` counts it.
+        """
         return self._engine.memory_used
 
     def speed(self, steps_per_second: float) -> dict[str, float]:
-        """Say what training steps at some pace come to, by the steps of the epoch under way or of the last one.
+        """Return the throughput of training steps at some pace, by the steps of the current or the last epoch.
 
-        This waits for nothing. The progress bar and `TensorBoard` show it.
+        This doesn't wait for the device. The progress bar and `TensorBoard` show it.
 
         Args:
             steps_per_second: The pace, in steps a second.
 
         Returns:
-            `tokens_per_second`, over all cores, padding included, if the rows are texts: whole numbers in two
-            dimensions. `share_of_peak`, from 0 to 1, on a TPU: the operations of the matrix products and convolutions
-            over the peak in bfloat16 that the vendor states.
+            `tokens_per_second`, over all cores and including padding, if the rows are texts: whole numbers in two
+            dimensions. `share_of_peak`, from 0 to 1, on a TPU: the operations of matrix products and convolutions,
+            divided by the vendor's peak in bfloat16.
 
         Example:
             >>> import torch, tpufit
@@ -948,22 +963,22 @@ class Model(StepMethods):
 
     @property
     def rows_seen(self) -> int:
-        """The number of rows in all steps since the model was made: of training, evaluation and prediction."""
+        """The number of rows in all training, evaluation and prediction steps since the model was made."""
         return self._engine.state.numbers.rows_seen
 
     @property
     def first_bad_step(self) -> int | None:
-        """The first training step of the last `fit` that returned a loss or another scalar which is not finite.
+        """The first training step of the last `fit` that returned a loss or another scalar that isn't finite.
 
-        Steps count from 1 over all training of the model; None if none is known. The step is noted at no cost, where
-        the host waits for the device anyway: at most 64 graphs later, and at the end of each epoch.
+        Steps count from 1 over all training of the model; None if no such step is known. The step is noted without
+        extra cost when the host waits for the device anyway: at most 64 graphs later, and at the end of each epoch.
         """
         return self._engine.log.first_bad_step
 
     def write_back(self) -> None:
-        """Put the current weights into the module. While steps are replayed they are held elsewhere, for speed.
+        """Put the current weights into the module. While steps are replayed, they are kept elsewhere for speed.
 
-        `fit` does this before it calls user code; call it only to look at the weights at another moment.
+        `fit` does this before it calls user code; call it only to read the weights at other times.
 
         Raises:
             StateLostError: A step failed on the device, and the weights are lost with it.
@@ -977,7 +992,7 @@ class Model(StepMethods):
         """Swap the weights and their moving averages (`compile(use_ema=True)`). Nothing is copied.
 
         Args:
-            to: True puts the averages into the module, False the weights (default: whichever it doesn't have).
+            to: True puts the averages into the module, False the weights (default None: the other of the two).
 
         Raises:
             ArgumentError: No averages are kept.
@@ -989,7 +1004,7 @@ class Model(StepMethods):
 
     @in_turn()
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the module's parameters and buffers as host tensors, by name. This waits for the device, once.
+        """Return the module's parameters and buffers as host tensors, by name. This waits for the device.
 
         Raises:
             StateLostError: A step failed on the device, and the weights are lost with it.
@@ -997,47 +1012,47 @@ class Model(StepMethods):
         Source: `torch.nn.Module.state_dict`.
         """
         engine = self._engine
-        own = named_tensors(self.module)
+        tensors = named_tensors(self.module)
         engine.state.write_back()
-        unique = {id(tensor): tensor for tensor in own.values()}
+        unique = {id(tensor): tensor for tensor in tensors.values()}
         with engine.noticing_loss():
-            host = dict(zip(unique, copies(list(unique.values()), "state"), strict=True))
-        return {name: host[id(tensor)] for name, tensor in own.items()}
+            host = dict(zip(unique, copy_to_host(list(unique.values()), "state"), strict=True))
+        return {name: host[id(tensor)] for name, tensor in tensors.items()}
 
     @in_turn()
     def load_state_dict(self, state: Mapping[str, Tensor], skip_mismatch: bool = False) -> None:
-        """Load weights into the module in place, wherever it is.
+        """Load weights into the module in place, on the host or the device.
 
         If the old weights were lost with a step that failed on the device, the optimizer starts without state, with a
         warning.
 
         Args:
-            state: Host tensors by name, as `state_dict` gives them.
-            skip_mismatch: Load what fits and warn of the rest, instead of raising.
+            state: Host tensors by name, as `state_dict` returns them.
+            skip_mismatch: Load the weights that fit and warn of the rest, instead of raising an error.
 
         Raises:
-            WeightsError: A name is missing or unknown, a shape differs, or the values of tied weights do.
-            StateLostError: A lost tensor is not among the given ones.
+            WeightsError: A name is missing or unknown, a shape differs, or a tied tensor has different values.
+            StateLostError: A lost tensor is missing in `state`.
         """
         engine = self._engine
         skip_mismatch = require_flag("skip_mismatch", skip_mismatch)
         if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
             raise ArgumentError(
-                f"state must be a dict of tensors by name, as state_dict gives it, got {short_repr(state)}"
+                f"state must be a dict of tensors by name, as state_dict returns it, got {short_repr(state)}"
             )
-        own = named_tensors(self.module)
-        fitting = match_weights(own, state, skip_mismatch)
+        tensors = named_tensors(self.module)
+        fitting = match_weights(tensors, state, skip_mismatch)
         if engine.state.device.lost:
-            engine.reset({id(own[name]): value for name, value in fitting.items()})
+            engine.reset({id(tensors[name]): value for name, value in fitting.items()})
             warn("the optimizer starts without state: it was lost with a step that failed")
             return
         engine.state.write_back()
-        targets = [own[name] for name in fitting]
+        targets = [tensors[name] for name in fitting]
         shardings = engine.state.device.shardings
         copy_into(targets, list(fitting.values()), engine.state.placement, shardings)
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
-        """Return the parameters and buffers as arrays, in the order of `state_dict`. This waits for the device, once.
+        """Return the parameters and buffers as arrays, in the order of `state_dict`. This waits for the device.
 
         Source: `keras.Model.get_weights`.
         """
@@ -1050,43 +1065,43 @@ class Model(StepMethods):
             weights: An array or tensor for each parameter and buffer.
 
         Raises:
-            WeightsError: There are too few or too many, or a shape differs.
+            WeightsError: There are too few or too many arrays, or a shape differs.
 
         Source: `keras.Model.set_weights`.
         """
         names = list(named_tensors(self.module))
         if not isinstance(weights, (list, tuple)):
-            raise ArgumentError(f"weights must be a list of arrays, as get_weights gives it, got {short_repr(weights)}")
+            raise ArgumentError(f"weights must be a list of arrays, as get_weights returns, got {short_repr(weights)}")
         if len(weights) != len(names):
-            given = counted(len(weights), "weight")
-            raise WeightsError(f"the module has {counted(len(names), 'tensor')}, got {given}: see get_weights")
+            given = say_count(len(weights), "weight")
+            raise WeightsError(f"the module has {say_count(len(names), 'tensor')}, got {given}: see get_weights")
         try:
             tensors = list(map(torch.as_tensor, weights))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise WeightsError(f"weights must hold arrays or tensors, got {short_repr(weights)}") from error
+            raise WeightsError(f"weights must be arrays or tensors, got {short_repr(weights)}") from error
         self.load_state_dict(dict(zip(names, tensors, strict=True)))
 
     @in_turn()
     def save(self, filepath: str | os.PathLike[str]) -> None:
         """Save the weights, the optimizer and the arguments of `compile`, for `tpufit.load`.
 
-        The module itself is never serialised: whoever loads the folder builds the net.
+        The module itself is never serialised, so build the net before you load the folder.
 
         Args:
-            filepath: A folder, written as a whole or not at all; one that `save` made before is replaced.
+            filepath: A folder, written completely or not at all; a folder that `save` made before is replaced.
 
         Raises:
-            CheckpointNotWrittenError: Something else is there, the file system refused, or a weight isn't finite.
-            WeightsError: The module keeps something in its state that isn't a tensor.
+            CheckpointNotWrittenError: Another file or folder is there, the disk refuses it, or a weight isn't finite.
+            WeightsError: The module's state has objects other than tensors.
 
         Source: `keras.Model.save`.
         """
         require_path("filepath", filepath)
-        save_checkpoint(filepath, take_checkpoint(self._engine, outside_of_fit(self._engine)))
+        save_checkpoint(filepath, take_checkpoint(self._engine, make_state_outside_fit(self._engine)))
         self._engine.log.last_saved = os.fspath(filepath)
 
     def save_checkpoint(self, writer: AsyncCheckpointWriter, metric: Score | None = None) -> None:
-        """Request a checkpoint of the whole training, for callbacks: it is taken between steps, after all callbacks.
+        """Request a checkpoint of the whole training, for callbacks: it is saved between steps, after all callbacks.
 
         Args:
             writer: The writer of the checkpoint.
@@ -1113,35 +1128,51 @@ class Model(StepMethods):
         save_weights(self._engine, filepath, require_flag("finite_only", finite_only))
         self._engine.log.last_saved = os.fspath(filepath)
 
+    @in_turn()
     def load_weights(self, filepath: str | os.PathLike[str], skip_mismatch: bool = False) -> None:
-        """Load weights from a safetensors file into the module, in place.
+        """Load weights from a file into the module, in place.
+
+        Prefixes that wrappers add to all names (`module.`, `model.`, `_orig_mod.`) are removed if the module's names
+        lack them.
 
         Args:
-            filepath: A path ending in `.safetensors`.
-            skip_mismatch: Load what fits and warn of the rest, instead of raising.
+            filepath: A path ending in `.safetensors`; or in `.pt`, `.pth`, `.ckpt` or `.bin`, of a file by `torch.save`
+                with tensors by name, at the top level or under `"state_dict"`, `"model_state_dict"` or `"model"`. Code
+                in the file is never run: a file that needs code is refused.
+            skip_mismatch: Load the weights that fit and warn of the rest, instead of raising an error.
 
         Raises:
-            WeightsError: The file is no safetensors file, or doesn't fit the module.
+            ArgumentError: The path has another suffix, or is a folder.
+            WeightsError: The file has no weights, or they don't fit the module.
             FileNotFoundError: There is no such file.
+
+        Example:
+            >>> import os, tempfile, torch
+            >>> net, model = nn.Linear(2, 1), Model(nn.Linear(2, 1))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     torch.save({"epoch": 3, "state_dict": net.state_dict()}, os.path.join(folder, "last.ckpt"))
+            ...     model.load_weights(os.path.join(folder, "last.ckpt"))
+            >>> torch.equal(net.weight, model.module.weight)
+            True
 
         Source: `keras.Model.load_weights`.
         """
         require_path("filepath", filepath)
-        self.load_state_dict(read_weights(filepath), skip_mismatch)
+        weights = read_weights(filepath)
+        self.load_state_dict(strip_prefixes(named_tensors(self.module), weights), skip_mismatch)
 
     @in_turn()
     def export(self, filepath: str | os.PathLike[str], example: Any) -> None:
-        """Write the module as a program that runs without tpufit and without the module's class.
+        """Export the module as a program that runs without tpufit and without the module's class.
 
-        `torch.export.load(filepath).module()` of a `.pt2` file, or onnxruntime with an `.onnx` file, computes what
-        `predict` does in float32, with the weights of this moment, for any number of rows. The model's own module stays
-        where and as it is.
+        `torch.export.load(filepath).module()` for a `.pt2` file, or onnxruntime for an `.onnx` file, computes the same
+        as `predict` in float32, with the current weights, for any number of rows. The model's module doesn't change.
 
         Args:
             filepath: A path ending in `.pt2`, or in `.onnx` with the extra `tpufit[onnx]`. The file is replaced
                 atomically, or not at all.
-            example: A batch of inputs: a tensor or array, or several of them in a tuple or dict. Only their types and
-                shapes count. After `compile(precision="bf16-true")` the program's inputs are bfloat16.
+            example: A batch of inputs: a tensor or array, or several in a tuple or dict. Only their types and shapes
+                matter. After `compile(precision="bf16-true")` the program's inputs are bfloat16.
 
         Raises:
             ArgumentError: The path has another suffix, a package is missing, or the module can't be exported.
@@ -1165,23 +1196,23 @@ class Model(StepMethods):
         """Move the module and the optimizer's state back to the host, in place. The next `fit` moves them again.
 
         Returns:
-            The very module that was given, now an ordinary PyTorch module on the CPU.
+            The module that `Model` was made of, now an ordinary PyTorch module on the CPU.
         """
         self._engine.move_to(HOST)
         return self.module
 
     @property
     def learning_rate(self) -> float:
-        """The actual learning rate of the first group; setting it keeps the groups' proportions.
+        """The actual learning rate of the first group; setting it keeps the proportions between groups.
 
         A new rate takes effect at the next step and costs nothing: it is an input of the graph. `model.optimizer` has
         the same attribute, as in Keras's guides.
         """
-        return optimizers.rates(optimizers.required(self.optimizer))[0]
+        return optimizers.rates(optimizers.require_optimizer(self.optimizer))[0]
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        optimizers.set_rate(optimizers.required(self.optimizer), rate)
+        optimizers.set_rate(optimizers.require_optimizer(self.optimizer), rate)
 
     def higher_is_better(self, name: str) -> bool | None:
         """Say if a log gets better as it rises, for callbacks with `mode="auto"`.
@@ -1190,23 +1221,23 @@ class Model(StepMethods):
             name: The log's name, with or without `val_`.
 
         Returns:
-            True or False; None if its metric doesn't say.
+            True or False; None if unknown.
         """
         if not isinstance(name, str):
             raise ArgumentError(f"name must be the name of a log, such as 'val_loss', got {short_repr(name)}")
         plain = name.removeprefix("val_")
         if plain == "loss":
             return False
-        found = {name: metric.higher_is_better for name, metric in metrics_in(vars(self)).items()}
-        found |= {metric.name: metric.higher_is_better for metric in self._engine.config.metrics}
-        return found.get(plain)
+        directions = {name: metric.higher_is_better for name, metric in metrics_in(vars(self)).items()}
+        directions |= {metric.name: metric.higher_is_better for metric in self._engine.config.metrics}
+        return directions.get(plain)
 
 
-_: type[TrainedModel] = Model  # mypy proves that it has all that callbacks may touch
+_: type[TrainedModel] = Model  # mypy proves that Model has everything that callbacks may use
 
 
-def _returned(logs: Mapping[str, Any], names: Sequence[str], return_dict: bool) -> Any:
-    """Return logs in the form of Keras's methods: those with these names, then a step's own by name."""
+def _to_keras_form(logs: Mapping[str, Any], names: Sequence[str], return_dict: bool) -> Any:
+    """Return logs in the form of Keras's methods: first these names, then a step's further logs by name."""
     if return_dict:
         return logs
     values = [logs[name] for name in (*names, *sorted(logs.keys() - set(names))) if name in logs]
@@ -1214,31 +1245,34 @@ def _returned(logs: Mapping[str, Any], names: Sequence[str], return_dict: bool) 
 
 
 def _by_compiler(engine: Engine, train: TrainingData, cores: Cores, memory: int) -> int | None:
-    """Find the largest batch by the TPU's compiler, for `batch_size="auto"`; None where that is missing."""
-    from .preflight import largest_batch  # here, because few who import tpufit will need it
+    """Find the largest batch by the TPU's compiler, for `batch_size="auto"`; None if the compiler is missing."""
+    from .preflight import largest_batch  # here, because few programs need it
 
     return largest_batch(engine, train, cores, memory)
 
 
 @in_turn(alone=True)
-def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> Model:
-    """Load a model with the weights, the optimizer and the arguments of `compile` that it was saved with.
+def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True, *, which: str = "newest") -> Model:
+    """Load a model with its saved weights, optimizer and arguments of `compile`.
 
     A checkpoint contains no code: you build the net. If an argument of `compile` was an object, such as a loss module
-    or a metric, the model is not compiled: call `compile` as before, and `fit(resume=path)` restores the optimizer's
+    or a metric, the model isn't compiled: call `compile` as before, and `fit(resume=path)` restores the optimizer's
     state too.
 
     Args:
-        path: The folder of `Model.save`, or that of a `ModelCheckpoint`, whose newest checkpoint is loaded.
+        path: The folder of `Model.save`, a run's folder, which `ModelCheckpoint` keeps, or one of a run's checkpoints.
         net: A module of the same architecture; its weights are overwritten.
         compile: True (default) compiles the model if possible.
+        which: The checkpoint of a run's folder: `"newest"` (default), or `"best"`, by the log that `ModelCheckpoint`
+            monitors.
 
     Returns:
         The model, on the host.
 
     Raises:
-        CheckpointMissingError, CheckpointDamagedError: There is nothing to load, or a file isn't what was written.
-        CheckpointMismatchError: The checkpoint is of another net; the message names what differs. The net is as it was.
+        ArgumentError: An argument is invalid, or `which="best"` is used for a folder that isn't a run's.
+        CheckpointMissingError, CheckpointDamagedError: There is no checkpoint, or a file of it is damaged.
+        CheckpointMismatchError: The checkpoint is of another net; the message names what differs. The net is unchanged.
 
     Example:
         >>> import tempfile, torch, tpufit
@@ -1258,33 +1292,34 @@ def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True) -> 
     compile = require_flag("compile", compile)
     if not isinstance(net, nn.Module):
         raise ArgumentError(f"net must be a torch.nn.Module, got {short_repr(net)}")
-    checkpoint = named_checkpoint(path)
+    require_choice("which", which, "newest", "best")
+    checkpoint = read_checkpoint_at(path, best=which == "best")
     model = Model(net)
-    own = named_tensors(net)
+    tensors = named_tensors(net)
     left_out = checkpoint.state["model"].get("left_out", [])
-    weights = {name: own[name].detach().clone() for name in left_out if name in own} | dict(checkpoint.weights)
+    weights = {name: tensors[name].detach().clone() for name in left_out if name in tensors} | dict(checkpoint.weights)
     arguments = checkpoint.state.get("compile") if compile else None
     if arguments is None:
-        check_weights(own, weights, dtypes=False)
+        check_weights(tensors, weights, dtypes=False)
         model.load_state_dict(weights)
         return model
-    # Before `compile`, so that a refused net is as it was; "bf16-true" has to change its dtypes first.
+    # Checked before `compile`, so that a refused net doesn't change; but "bf16-true" first has to change its dtypes.
     if arguments.get("precision") != "bf16-true":
-        check_weights(own, weights)
+        check_weights(tensors, weights)
     as_saved = {"exclude_from_weight_decay": None, "layer_decay": None}  # the saved groups are split already
     try:
         options = checkpoint.state["optimizers"]["optimizer"]
-        model.compile(optimizer=lambda parameters: _rebuilt(net, options), **(arguments | as_saved))
+        model.compile(optimizer=lambda parameters: _rebuild(net, options), **(arguments | as_saved))
     except (TypeError, LookupError) as error:
         raise CheckpointDamagedError(
-            f"{path} can't be what was written: compile refuses its arguments ({str(error)[:200]})"
+            f"{path} is damaged: compile refuses its arguments ({str(error)[:200]})"
         ) from error
     model.to_cpu()
     restore(model._engine, checkpoint)
     return model
 
 
-def _rebuilt(net: nn.Module, options: Mapping[str, Any]) -> Optimizer:
+def _rebuild(net: nn.Module, options: Mapping[str, Any]) -> Optimizer:
     """Build a PyTorch optimizer with the saved groups and options."""
     parameters = dict(net.named_parameters())
     unknown = [name for group in options["groups"] for name in group["params"] if name not in parameters]

@@ -1,4 +1,4 @@
-"""The place where a line that changes is drawn: in a terminal, or in a notebook's cell."""
+"""Draws a line that changes, in a terminal or a notebook's cell."""
 
 import io
 import sys
@@ -12,71 +12,71 @@ from ...utils.terminal import can_draw
 
 
 class Canvas(Protocol):
-    """One line that can be drawn again and again, by any thread."""
+    """One line that any thread can redraw."""
 
     def draw(self, line: Text) -> None:
-        """Draw the line in the place of the one before."""
+        """Draw the line in place of the previous line."""
 
     def end(self, line: Text) -> None:
-        """Draw it for the last time; it stays."""
+        """Draw the final line, which stays."""
 
 
-# The console of the canvas that is drawn on, if there is one: two at a time would overwrite each other.
-_DRAWN_ON: list[Console] = []
+# The active canvas's console, if any: two canvases would overwrite each other.
+_ACTIVE_CONSOLES: list[Console] = []
 
 
-def canvas_of(console: Console) -> Canvas | None:
-    """Begin to draw where a console writes; None if another canvas is drawn on, or it is no terminal or notebook."""
-    if _DRAWN_ON or not can_draw(console):
+def open_canvas(console: Console) -> Canvas | None:
+    """Begin a canvas on a console; None if another canvas is active, or the console isn't a terminal or a notebook."""
+    if _ACTIVE_CONSOLES or not can_draw(console):
         return None
     canvas = NotebookCanvas() if console.is_jupyter else TerminalCanvas(console)
-    _DRAWN_ON.append(console)
+    _ACTIVE_CONSOLES.append(console)
     return canvas
 
 
 def print_line(line: str, console: Console) -> None:
-    """Print a line that stays, whole however narrow the terminal is, and above the canvas if one is drawn on."""
+    """Print a line that stays, above any active canvas, and wrap it in a narrow terminal."""
     if console.is_jupyter:
         print(line)
     else:
-        # Only the console that is drawn on knows that it must print above the line that moves.
-        (_DRAWN_ON or [console])[0].print(Text(line), soft_wrap=True)
+        # Only the active console knows that it must print above the canvas.
+        (_ACTIVE_CONSOLES or [console])[0].print(Text(line), soft_wrap=True)
 
 
 class TerminalCanvas:
-    """The last line of a terminal. Whatever is printed meanwhile comes above it."""
+    """The last line of a terminal. Other output is printed above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(
             console=console,
-            auto_refresh=False,  # its thread would draw while nothing has changed
+            auto_refresh=False,  # its thread would redraw unchanged lines
             transient=True,
-            # Else the lines that a program writes to a file of errors would come to the terminal.
+            # Else stderr that is redirected to a file would appear in the terminal.
             redirect_stderr=sys.stderr.isatty(),
         )
         self._live.start()
 
     def draw(self, line: Text) -> None:
-        """Draw the line, cut to the width of the terminal."""
+        """Draw the line, cropped to the terminal's width."""
         self._live.update(line, refresh=True)
 
     def end(self, line: Text) -> None:
-        """Leave the line, whole however narrow the terminal is."""
-        _DRAWN_ON.clear()
+        """Print the final line, wrapped in a narrow terminal."""
+        _ACTIVE_CONSOLES.clear()
         self._live.stop()
         self._console.print(line, soft_wrap=True)
 
 
 class NotebookCanvas:
-    """An output of a notebook's cell, which keeps its place and is kept with the notebook. It needs no ipywidgets."""
+    """An output of a notebook's cell, which is updated in place and saved with the notebook. Needs no ipywidgets."""
 
     def __init__(self) -> None:
         self._handle: Any = None
 
     def draw(self, line: Text) -> None:
         """Draw the line."""
-        from IPython.display import display  # it is there where a notebook is
+        from IPython.display import display  # present in every notebook
 
         bundle = {"text/plain": line.plain, "text/html": as_html(line)}
         if self._handle is None:
@@ -85,13 +85,13 @@ class NotebookCanvas:
             self._handle.update(bundle, raw=True)
 
     def end(self, line: Text) -> None:
-        """Leave the line."""
-        _DRAWN_ON.clear()
+        """Draw the final line."""
+        _ACTIVE_CONSOLES.clear()
         self.draw(line)
 
 
 def as_html(line: Text) -> str:
-    """A line with its colours, for a notebook.
+    """Convert a line with its colours to HTML, for a notebook.
 
     Example:
         >>> as_html(Text("3/4"))

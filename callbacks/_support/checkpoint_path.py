@@ -1,4 +1,4 @@
-"""`CheckpointPath`: the place of a checkpoint. With no model and no disk."""
+"""`CheckpointPath`: the path of a checkpoint. Independent of models; writes nothing."""
 
 import os
 import re
@@ -13,9 +13,9 @@ from .scalars import as_scalar
 
 _SUFFIX = ".safetensors"
 _WORD = re.compile(r"\.[A-Za-z]\w*")  # looks like a suffix: ".h5", but not the ".1" of "run-0.1"
-_SAFE = re.compile(r"[A-Za-z0-9._=+-]+")
-_LONGEST = 200  # most file systems allow 255 bytes, and a draft's name is a little longer than its target's
-# Every kind of number that a field may meet: a format must hold for all of them, now and not after hours of training.
+_ALLOWED = re.compile(r"[A-Za-z0-9._=+-]+")
+_LONGEST = 200  # bytes: most file systems allow 255, and a draft's name is a little longer than its target's
+# Every kind of number that a field may get: a format must accept all of them now, not fail after hours of training.
 _TRIALS = (0.5, -1234567.5, 1e-9, float("nan"), float("inf"))
 
 
@@ -23,15 +23,15 @@ class CheckpointPath:
     """A file, a template of file names, or a run directory.
 
     Args:
-        filepath: `*.safetensors`, its last component with fields such as `{epoch:02d}` or `{val_loss:.2f}` or without;
-            or a path with neither suffix nor braces, which is a run directory.
-        per_batch: True if checkpoints are written between batches, so that there is a `{batch}`.
+        filepath: `*.safetensors`, whose last component may have fields such as `{epoch:02d}` or `{val_loss:.2f}`; or a
+            path with neither suffix nor braces, which is a run directory.
+        per_batch: True if checkpoints are written between batches, which allows `{batch}`.
 
     Attributes:
         fields: The names of the template's fields.
 
     Raises:
-        ArgumentError: Another suffix, or a field that is no plain name with a format for numbers.
+        ArgumentError: Another suffix, or a field that isn't a plain name with a number format.
 
     Example:
         >>> path = CheckpointPath("ckpt/{epoch:02d}-{val_loss:.2f}.safetensors", per_batch=False)
@@ -47,10 +47,9 @@ class CheckpointPath:
             raise ArgumentError(f"filepath must be a path, got {filepath!r}")
         if "\0" in path or any(len(os.fsencode(part)) > _LONGEST for part in Path(path).parts):
             raise ArgumentError(
-                f"filepath must be one that a file system can hold, its names of at most {_LONGEST} bytes and without "
-                f"NUL, got {path!r}"
+                f"filepath must fit a file system: names of at most {_LONGEST} bytes, without NUL, got {path!r}"
             )
-        # The folder is taken as it is; a template fills its last component only, so no log can lead elsewhere.
+        # Only the last component is a template, so no log can lead to another folder.
         place = Url(path) if is_url(path) else Path(path)
         self._folder = place.parent
         self._name = place.name
@@ -58,7 +57,7 @@ class CheckpointPath:
         if "{" in self._name or "}" in self._name:
             self._check_template(path, per_batch)
         suffix = Path(self._name).suffix
-        # Behind a URL there are no folders that hold nothing.
+        # Object stores have no empty folders.
         is_there = isinstance(place, Path) and place.is_dir()
         is_folder = path.endswith("/") or (is_there and suffix != _SUFFIX)
         self._is_run = not self.fields and (is_folder or not _WORD.fullmatch(suffix))
@@ -74,12 +73,12 @@ class CheckpointPath:
             raise ArgumentError(f"a path without a suffix is a run directory, and {path!r} is a file")
 
     def file_path(self, epoch: int, batch: int | None, logs: Mapping[str, Any]) -> Path | Url:
-        """The file of one checkpoint, of an epoch and perhaps a batch in it, from 1.
+        """Return the file of a checkpoint, of an epoch and perhaps a batch in the epoch, from 1.
 
-        Of the logs only those named in the template are read.
+        Reads only the logs that the template names.
 
         Raises:
-            ArgumentError: A field that is neither of these, or a name that would leave the folder.
+            ArgumentError: A field isn't the epoch, the batch or a log, or the file's name has forbidden characters.
         """
         if not self.fields:
             return self._folder / self._name
@@ -109,7 +108,7 @@ class CheckpointPath:
         try:
             parts = list(string.Formatter().parse(self._name))
         except ValueError as error:
-            raise ArgumentError(f"{self._name!r} is no template: {error}. Write a brace of its own twice") from error
+            raise ArgumentError(f"{self._name!r} is not a valid template: {error}. Double a literal brace") from error
         for _, field, form, conversion in parts:
             if field is None:
                 continue
@@ -132,7 +131,7 @@ class CheckpointPath:
                 f"{self._name!r} can't be filled: {error}. epoch and batch are whole numbers ({{epoch:02d}}), logs are "
                 "not ({val_loss:.2f})"
             ) from error
-        if not _SAFE.fullmatch(name):
+        if not _ALLOWED.fullmatch(name):
             raise ArgumentError(
                 f"the file name {name!r}, made from {self._name!r}, may only have letters, digits and . _ = + -"
             )

@@ -1,11 +1,11 @@
-"""`Clock`: something done again and again while the program is busy elsewhere."""
+"""`Clock`: calls a function repeatedly in a thread."""
 
 from collections.abc import Callable
 from threading import Event, Thread
 
 
 class Clock:
-    """Calls a function in a thread of its own, so many seconds after the end of the last call, until it is stopped.
+    """Calls a function repeatedly in a thread, with `interval` seconds between two calls, until it is stopped.
 
     Example:
         >>> ticked = Event()
@@ -23,7 +23,7 @@ class Clock:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop it; when this returns, nothing is called any more."""
+        """Stop the clock; after this returns, the function isn't called again."""
         self._stopped.set()
         self._thread.join()
 

@@ -1,28 +1,27 @@
-"""`CSVFile`: a table in a file that grows by rows, and by columns too. With no hooks and no model."""
+"""`CSVFile`: a table in a file, to which rows and columns can be added. Independent of hooks and models."""
 
 import csv
 import io
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
-from ...utils.files import DISK_FULL, replacing, require_replaceable
+from ...utils.files import append_or_undo, replacing, require_replaceable, tolerating_full_disk
 from ...utils.urls import Mirror
 
 _MISSING = "NA"
 
 
 class CSVFile:
-    """A CSV file or URL that is whole after every row, whenever the process may die. Missing folders are made.
+    """A CSV file or URL that is complete after every row, even if the process is killed. Missing folders are made.
 
-    The first row names the columns. A later row may bring new ones: the whole file is then written again, with `NA`
-    where the rows before have nothing. To `append` goes on with a file that is there, and its columns.
+    The first row names the columns. If a later row has new columns, the file is rewritten, with `NA` for the earlier
+    rows. With `append` an existing file and its columns are continued.
 
-    Rows that can't be written, because a disk is full, are kept and written with the next one.
+    Rows that can't be written because the disk is full are kept, and written with the next row.
 
     Raises:
-        OSError: The file system refused for another reason, or something but a file is there.
+        OSError: The write failed for another reason, or the path isn't a file.
 
     Example:
         >>> import pathlib, tempfile
@@ -45,46 +44,47 @@ class CSVFile:
         if append:
             self._mirror.pull()
         self._columns: list[str] = []
-        self.rows = 0  # without the one of names
-        self.waiting: list[Mapping[str, Any]] = []  # rows to be written
-        self._instead: list[list[str]] | None = None  # the rows to write the file anew with, before any other is added
+        self.rows = 0  # without the header
+        self.pending: list[Mapping[str, Any]] = []  # rows to write
+        self._replacement: list[list[str]] | None = None  # the rows to rewrite the file with, before others are added
         if append and self._path.is_file():
             self._columns, rows = self._read()
             self.rows = len(rows)
         else:
-            self._instead = []
-            self._try_now()
+            self._replacement = []
+            with tolerating_full_disk():
+                self.flush()
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row: values by column; an array or another iterable becomes `[a, b]`.
+        """Add a row of values by column; an array or another iterable becomes `[a, b]`.
 
         Raises:
-            OSError: The file system refused; the row is kept.
+            OSError: The write failed; the row is kept.
         """
-        self.waiting.append(row)
+        self.pending.append(row)
         self.flush()
 
     def flush(self) -> None:
-        """Write the rows that wait.
+        """Write the pending rows.
 
         Raises:
-            OSError: The file system refused; they are kept.
+            OSError: The write failed; the rows are kept.
         """
-        new = list(dict.fromkeys(name for row in self.waiting for name in row if name not in self._columns))
-        if self._instead is None and (new or not self._path.exists()):
-            self._instead = self._read()[1] if self._path.exists() else []
+        new = list(dict.fromkeys(name for row in self.pending for name in row if name not in self._columns))
+        if self._replacement is None and (new or not self._path.exists()):
+            self._replacement = self._read()[1] if self._path.exists() else []
         self._columns += new
-        if self._instead is not None:
-            self._write(self._instead)
-            self._instead = None
-        if self.waiting:
-            self._append([[_as_cell(row.get(name, _MISSING)) for name in self._columns] for row in self.waiting])
-            self.rows += len(self.waiting)
-            self.waiting = []
+        if self._replacement is not None:
+            self._write(self._replacement)
+            self._replacement = None
+        if self.pending:
+            self._append([[_as_cell(row.get(name, _MISSING)) for name in self._columns] for row in self.pending])
+            self.rows += len(self.pending)
+            self.pending = []
         self._mirror.push()
 
     def drop_epochs_from(self, epoch: int, first_row: int) -> None:
-        """Drop the last rows of a training that is to be taken up again at an epoch, from 0, and one that is cut short.
+        """Drop a resumed training's rows from an epoch (from 0) on, and a truncated last row.
 
         Rows before the training's first one stay.
         """
@@ -92,16 +92,10 @@ class CSVFile:
         column = self._columns.index("epoch") if "epoch" in self._columns else 0
         while len(rows) > first_row and not _is_before(rows[-1], column, epoch, len(self._columns)):
             rows.pop()
-        self._instead = rows
+        self._replacement = rows
         self.rows = len(rows)
-        self._try_now()
-
-    def _try_now(self) -> None:
-        try:
+        with tolerating_full_disk():
             self.flush()
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
 
     def _read(self) -> tuple[list[str], list[list[str]]]:
         with open(self._path, newline="", encoding="utf-8", errors="surrogateescape") as file:
@@ -121,15 +115,7 @@ class CSVFile:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
             is_cut = end > 0 and file.read() != b"\n"
-            content = b"\n" * is_cut + self._as_bytes(rows)
-            try:
-                while content:  # a full disk may take a part of it
-                    content = content[file.write(content) :]
-                os.fsync(file.fileno())
-            except OSError:
-                with suppress(OSError):
-                    file.truncate(end)  # half a row
-                raise
+            append_or_undo(file, b"\n" * is_cut + self._as_bytes(rows), durable=True)
 
     def _as_bytes(self, rows: Iterable[list[Any]]) -> bytes:
         text = io.StringIO(newline="")

@@ -1,4 +1,4 @@
-"""TensorBoard's event files: written, sent to where they belong, and taken back to the step of a resumption."""
+"""`EventFiles`: writes TensorBoard's event files, and uploads them if they belong behind a URL."""
 
 import io
 import itertools
@@ -10,42 +10,42 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...utils.files import DISK_FULL, drop_drafts, replacing
+from ...utils.files import append_or_undo, tolerating_full_disk
 from ...utils.urls import Mirror
+from .event_rewind import Keep, rewind
 
-Keep = Callable[[str, int], bool]  # of the tag and the step of a point: False takes it out
 _RUNS = ("train", "validation", ".")
-_SECONDS = 1.0  # for which an event may wait
+_SECONDS = 1.0  # that an event may stay in memory
 
 
 class EventFiles:
-    """The event files of a training, in a folder, or behind a URL, where they are sent whenever they are flushed."""
+    """The event files of a training, in a folder or behind a URL; each flush uploads them."""
 
     def __init__(self, place: str) -> None:
         self._mirror = Mirror(place)
         self._writers: dict[str, Any] = {}
         self._files: list[_EventFile] = []
-        self._keep: Keep | None = None  # for a rewriting of the files that is due
+        self._keep: Keep | None = None  # for a rewind that is due
 
     @property
     def folder(self) -> str:
-        """The local folder that is written to."""
+        """The local folder with the files."""
         return os.fspath(self._mirror.path)
 
     def writer(self, run: str) -> Any:
-        """PyTorch's writer of a run; it is made at the first call."""
+        """Return PyTorch's writer of a run; the first call makes it."""
         if run not in self._writers:
-            # Imported here, and made only for a run that has something to show: it takes a second.
+            # Imported only for a run that has something to show, because the import takes a second.
             from torch.utils.tensorboard import writer
 
             class File(writer.FileWriter):
-                """PyTorch's, with our event file: tensorboard's writer thread can't report a full disk."""
+                """PyTorch's class with our event file, because tensorboard's writer thread can't report a full disk."""
 
                 def __init__(self, folder: str) -> None:
                     self.event_writer = file
 
             class Writer(writer.SummaryWriter):
-                """PyTorch's, with a file of ours."""
+                """PyTorch's class with the class above."""
 
                 def _get_file_writer(self) -> Any:
                     if self.all_writers is None or self.file_writer is None:
@@ -63,7 +63,7 @@ class EventFiles:
         """Write the pending events into the local files.
 
         Raises:
-            OSError: The file system refused; what could not be written stays in memory.
+            OSError: The file system refused; the events stay in memory.
         """
         if self._keep is not None:
             for run in _RUNS:
@@ -73,19 +73,19 @@ class EventFiles:
             file.write()
 
     def flush(self) -> None:
-        """Write the pending events, and send the files to their destination.
+        """Write the pending events, and upload the files.
 
         Raises:
-            OSError: The file system refused; what could not be written stays in memory.
+            OSError: The file system refused; the events stay in memory.
         """
         self.write()
         self._mirror.push()
 
     def close(self) -> None:
-        """Write the pending events, and begin new files with the next point.
+        """Write the pending events. The next event begins new files.
 
         Raises:
-            OSError: The file system refused, and some points are lost.
+            OSError: The file system refused, and some events are lost.
         """
         try:
             self.flush()
@@ -94,7 +94,7 @@ class EventFiles:
             self._files.clear()
 
     def rewind(self, keep: Keep) -> None:
-        """Rewrite the files of all runs without some points, see `rewind`; on a full disk before the next is written.
+        """Remove points from the files of all runs, see `rewind`. If the disk is full, the next write does it first.
 
         Raises:
             OSError: The file system refused for another reason.
@@ -102,18 +102,15 @@ class EventFiles:
         self.close()
         self._mirror.pull()
         self._keep = keep
-        try:
+        with tolerating_full_disk():
             self.flush()
-        except OSError as error:
-            if error.errno not in DISK_FULL:
-                raise
 
 
 class _EventFile:
-    """An event file, which is made with its first event. It stands in for tensorboard's `EventFileWriter`.
+    """An event file, created with its first event, with the interface of tensorboard's `EventFileWriter`.
 
-    What the file system refuses stays in memory, and the file never has half a record. While it `may_write`, an event
-    is written with the next one after a second.
+    Events that the file system refuses stay in memory, and the file never has half a record. An event is written
+    together with the next event that comes after a second, if `may_write` returns True.
     """
 
     _numbers = itertools.count()
@@ -124,12 +121,12 @@ class _EventFile:
         self._folder = folder
         self._may_write = may_write
         self._path: Path | None = None
-        self._waiting = bytearray()
+        self._pending = bytearray()
         self._written = time.monotonic()
         self.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def get_logdir(self) -> str:
-        """The folder, as `SummaryWriter` asks for it."""
+        """Return the folder, for `SummaryWriter`."""
         return os.fspath(self._folder)
 
     def add_event(self, event: Any) -> None:
@@ -138,78 +135,36 @@ class _EventFile:
 
         record = io.BytesIO()
         RecordWriter(record).write(event.SerializeToString())
-        self._waiting += record.getvalue()
+        self._pending += record.getvalue()
         if time.monotonic() - self._written > _SECONDS and self._may_write():
-            with suppress(OSError):  # it stays, and `write` says why
+            with suppress(OSError):  # the events stay in memory, and the next `write` reports the error
                 self.write()
 
     def write(self) -> None:
         """Write all events.
 
         Raises:
-            OSError: The file system refused; they are kept.
+            OSError: The file system refused; the events stay in memory.
         """
         self._written = time.monotonic()
-        if not self._waiting:
+        if not self._pending:
             return
         if self._path is None:
             name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
             self._folder.mkdir(parents=True, exist_ok=True)
             self._path = self._folder / f"{name}.{next(self._numbers)}"
         with open(self._path, "ab", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            content = memoryview(bytes(self._waiting))
-            try:
-                while content:  # a full disk may take a part of it
-                    content = content[file.write(content) :]
-            except OSError:
-                file.truncate(end)  # half a record
-                raise
-        self._waiting.clear()
+            file.seek(0, os.SEEK_END)
+            append_or_undo(file, bytes(self._pending))  # else half a record may remain
+        self._pending.clear()
 
     def flush(self) -> None:
-        """Write all events, as `SummaryWriter.flush` asks for it."""
+        """Write all events, for `SummaryWriter`."""
         self.write()
 
     def close(self) -> None:
-        """As `flush`."""
+        """Write all events, for `SummaryWriter`."""
         self.write()
 
     def reopen(self) -> None:
-        """Do nothing: it is never closed."""
-
-
-def rewind(folder: Path, keep: Keep) -> None:
-    """Rewrite a run's files without the points that a resumed training will write again.
-
-    TensorBoard's own way, a purge step, goes by the step alone, and so can't tell an epoch's number from a batch's.
-    Half a record, as a killed process may leave, is left out. Whenever this is interrupted, the files are good, and a
-    server that is open shows the new ones soon after. `keep` is called with the tag and the step of each point. The
-    folder need not exist.
-    """
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    drop_drafts(folder, r".*tfevents.*\.resumed")
-    old = sorted(folder.glob("*tfevents*"))
-    if not old:
-        return
-    kept: list[Any] = []
-    for path in old:
-        for event in LegacyEventFileLoader(str(path)).Load():
-            if event.session_log.status == SessionLog.START:
-                kept = [one for one in kept if one.step < event.step]
-            points = [point for point in event.summary.value if keep(point.tag, event.step)]
-            if points:
-                del event.summary.value[:]
-                event.summary.value.extend(points)
-                kept.append(event)
-    # A session that starts at step 0 takes the place of all files before it, should they not get deleted.
-    start = Event(step=0, session_log=SessionLog(status=SessionLog.START))
-    with replacing(old[-1].with_name(f"{old[-1].name}.resumed")) as draft, draft.open("wb") as file:
-        records = RecordWriter(file)
-        for event in (Event(file_version="brain.Event:2"), start, *kept):
-            records.write(event.SerializeToString())
-    for path in old:
-        path.unlink()
+        """Do nothing, for `SummaryWriter`: the file is never closed."""

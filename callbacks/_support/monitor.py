@@ -1,4 +1,4 @@
-"""`Monitor`: follows a log, and knows which value is best. With no hooks and no model."""
+"""`Monitor`: follows a log, and knows the best value. Independent of hooks and models."""
 
 import difflib
 import math
@@ -10,7 +10,7 @@ from ...errors import ArgumentError
 from ...utils.users_code import warn
 from .scalars import as_scalar
 
-# Words in the names of logs that get better as they rise, or as they fall, for logs whose metric doesn't say.
+# Words in the names of logs for which higher, or lower, is better, for logs whose metric doesn't say.
 _RISING = re.compile(
     "acc|accuracy|auc|auroc|dice|f1|fbeta|iou|jaccard|kappa|precision|psnr|r2|recall|sensitivity|specificity|ssim"
 )
@@ -18,21 +18,21 @@ _FALLING = re.compile("cer|distance|divergence|error|loss|mae|mape|mse|nll|perpl
 
 
 class Monitor:
-    """Follows one log, and says when it gets better.
+    """Follows one log, and tells when it improves.
 
     Args:
         name: The log, e.g. `"val_loss"`.
-        mode: `"min"`, `"max"` or `"auto"` (default: as its metric says, else by its name; if neither does,
-            `settle` raises).
-        min_delta: A change of less than this (default 0) is none.
-        baseline: A value that must be beaten as well for `wait` to go back to 0 (default: none).
-        best: The value to begin with (default: none, so that any finite value is better).
+        mode: `"min"`, `"max"` or `"auto"` (default: decided by the metric, else by the log's name; if neither decides,
+            `settle` raises an error).
+        min_delta: The least change that counts (default 0).
+        baseline: A value that must be beaten, too, to reset `wait` to 0 (default: none).
+        best: The initial best value (default: none, so any finite value is better).
 
     Attributes:
         best: The best value so far, or None.
-        wait: Values in a row since the last that was better than `best` and `baseline`.
-        rising: True if more is better.
-        settled: True once the metric has had its say.
+        wait: The number of values since the last that beat `best` and `baseline`.
+        rising: True if higher is better.
+        settled: True once the direction is decided.
 
     Raises:
         ArgumentError: An unknown mode.
@@ -61,7 +61,7 @@ class Monitor:
         self.follow(name, mode)
 
     def follow(self, name: str, mode: str) -> None:
-        """Follow another log, or in another mode, see the class.
+        """Follow another log, or in another mode; see the class.
 
         Raises:
             ArgumentError: An unknown mode.
@@ -70,40 +70,39 @@ class Monitor:
             raise ArgumentError(f"mode must be 'auto', 'min' or 'max', got {mode!r}")
         self.name = name
         self.mode = mode
-        self.rising = mode == "max" or (mode == "auto" and _rises(name) is True)
+        self.rising = mode == "max" or (mode == "auto" and _infer_rising(name) is True)
         self.settled = False
 
     def settle(self, higher_is_better: bool | None, known: Sequence[str] = ()) -> None:
-        """Let the metric decide the direction, if the mode is `"auto"`; None leaves it to the name.
+        """Decide the direction, if the mode is `"auto"`, by the metric or, if that is None, by the log's name.
 
-        A message to a typing error lists the logs that are `known` to be there.
+        The error lists the `known` logs, in case of a typo.
 
         Raises:
-            ArgumentError: The name doesn't decide either. A guess would keep the worst weights half of the time.
+            ArgumentError: The name doesn't decide, either. A wrong guess would keep the worst weights.
         """
         if self.mode == "auto":
-            rising = _rises(self.name) if higher_is_better is None else higher_is_better
+            rising = _infer_rising(self.name) if higher_is_better is None else higher_is_better
             if rising is None:
                 logs = [*known, *(f"val_{log}" for log in known)]
                 listed = f" The logs are {', '.join(logs)}, and a step's own." if logs else ""
                 raise ArgumentError(
-                    f"neither a metric nor the name of {self.name!r} says whether more of it is better."
-                    f"{_nearest(self.name, logs)}{listed} If it is a log of your own, say so with mode='max' or "
-                    "mode='min'"
+                    f"neither a metric nor the name of {self.name!r} says whether higher is better."
+                    f"{_suggest(self.name, logs)}{listed} For a log of your own pass mode='max' or mode='min'"
                 )
             self.rising = rising
         self.settled = True
 
     def reset(self, best: float | None = None) -> None:
-        """Forget the values so far, but for one to begin with."""
+        """Forget the values so far, and start from `best`."""
         self.best = best
         self.wait = 0
 
     def read(self, logs: Mapping[str, Any] | None, asker: str, params: Mapping[str, Any] | None = None) -> float | None:
-        """Find the value in logs, for the callback that asks. If they are lazy and have it, this waits for the device.
+        """Return the value in logs. If they are lazy and contain it, this waits for the device.
 
-        The first time that it is missing, a warning lists the logs that there are. By the `params` of the callback, the
-        logs of a validation may be missing after an epoch that doesn't validate.
+        The first time the value is missing, a warning lists the available logs and names the callback, `asker`.
+        Validation logs may be missing after an epoch that doesn't validate, as the callback's `params` tell.
 
         Raises:
             ArgumentError: The log is not a single number.
@@ -115,7 +114,7 @@ class Monitor:
                 known = sorted(logs or {})
                 warn(
                     f"{asker} can't find {self.name!r} in the logs and does nothing without it."
-                    f"{_nearest(self.name, known)} Available: {', '.join(known) or 'none'}. "
+                    f"{_suggest(self.name, known)} Available: {', '.join(known) or 'none'}. "
                     "A val_* log needs validation_data, and is there only after epochs that validate",
                 )
             return None
@@ -125,7 +124,7 @@ class Monitor:
         return value
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """True if a value beats another by more than `min_delta`, or None. NaN and infinities never do."""
+        """True if a value beats another by more than `min_delta`. Any finite value beats None; others beat nothing."""
         if not math.isfinite(value):
             return False
         if than is None:
@@ -133,7 +132,7 @@ class Monitor:
         return value - self.min_delta > than if self.rising else value + self.min_delta < than
 
     def observe(self, value: float) -> bool:
-        """Compare a value with the best so far, and keep it if it is better."""
+        """Compare a value with the best so far, keep it if it is better, and return True if it is."""
         better = self.is_better(value, self.best)
         self.wait += 1
         if better:
@@ -143,22 +142,22 @@ class Monitor:
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far, and the count of values since, as numbers."""
+        """Return the best value so far, and the count of values since, as numbers."""
         return {"best": self.best, "wait": self.wait}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the dict that `state_dict` returned."""
+        """Restore the dict that `state_dict` returned."""
         self.best = state["best"]
         self.wait = state["wait"]
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    # What is only without validation is no typing error.
+def _suggest(name: str, known: list[str]) -> str:
+    # A name that only lacks its validation isn't a typo.
     near = [] if name.removeprefix("val_") in known else difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def _rises(name: str) -> bool | None:
+def _infer_rising(name: str) -> bool | None:
     words = re.split(r"[^a-z0-9]+", name.lower())
     if any(map(_FALLING.fullmatch, words)):
         return False

@@ -1,4 +1,4 @@
-"""`ProgressLine`: the text of one line of progress, with no terminal."""
+"""`ProgressLine`: the text of one line of progress. Independent of terminals."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ _WIDTH = 20
 
 
 class ProgressLine:
-    """The progress of a pass over the data, as text. Time comes in as an argument, in seconds of any clock.
+    """The progress of a pass over the data, as text. Times are arguments, in seconds of any clock.
 
     Example:
         >>> line = ProgressLine("Epoch 3/10", total=23, now=0.0)
@@ -21,15 +21,15 @@ class ProgressLine:
     """
 
     def __init__(self, title: str, total: int | None, now: float) -> None:
-        self.title = title  # the line's beginning, e.g. "Epoch 3/10"
+        self.title = title  # the start of the line, e.g. "Epoch 3/10"
         self.total = total  # steps of the pass, or None if unknown
         self.done = 0  # steps so far
-        self.values: dict[str, float] = {}  # the loss and the metrics, as they were last known
-        # Says what steps at some pace come to, see `tpufit.Model.speed`.
+        self.values: dict[str, float] = {}  # the last known loss and metrics
+        # Converts steps per second to other rates, see `tpufit.Model.speed`.
         self.speed: Callable[[float], dict[str, float]] = lambda steps_per_second: {}
-        self.input_bound: float | None = None  # the share of the time in which data were waited for, once that is known
+        self.input_bound: float | None = None  # the share of time spent waiting for data, once known
         self._began = now
-        # After the first step, which may have been compiled, and after the last.
+        # The state after the first step, which may have been compiled, and after the last.
         self._first_time = now
         self._first_rows = 0
         self._first_done = 0
@@ -38,9 +38,10 @@ class ProgressLine:
         self._stopped = False
 
     def advance(self, done: int, now: float, rows: int = 0) -> None:
-        """Note the steps done since the start of the pass, and the rows in them (0: unknown)."""
+        """Record the steps since the start of the pass, and their rows (0: unknown)."""
         self._last_time = now
         self._last_rows = rows
+        self._stopped = False
         if self.done == 0:
             self._first_time = now
             self._first_rows = rows
@@ -48,55 +49,60 @@ class ProgressLine:
         self.done = done
 
     def stop(self, now: float) -> None:
-        """Note that the device has come to the end of the steps; a validation may follow."""
+        """Record that the device has finished the steps; a validation may follow."""
         if not self._stopped:
             self._last_time = now
             self._stopped = True
 
+    def exclude(self, seconds: float) -> None:
+        """Exclude a validation that has just ended from the steps' time."""
+        self._first_time += seconds
+        self._last_time += seconds
+
     def samples_per_second(self) -> float | None:
-        """The speed of the steps after the first; None if it isn't known."""
+        """Return the speed of the steps after the first; None if unknown."""
         rows = self._last_rows - self._first_rows
         seconds = self._last_time - self._first_time
         return rows / seconds if rows and seconds > 0 else None
 
-    def _derived(self) -> list[str]:
-        """What the steps after the first come to."""
+    def _format_rates(self) -> list[str]:
+        """Return tokens per second and the share of the peak, of the steps after the first, as text."""
         steps = self.done - self._first_done
         seconds = self._last_time - self._first_time
         if not steps or seconds <= 0:
             return []
-        found = self.speed(steps / seconds)
-        tokens = found.get("tokens_per_second")
-        share = found.get("share_of_peak")
-        said = [] if tokens is None else [f"{tokens:,.0f} tokens/s"]
-        return said if share is None else [*said, f"{share:.0%} of the peak"]
+        derived = self.speed(steps / seconds)
+        tokens = derived.get("tokens_per_second")
+        share = derived.get("share_of_peak")
+        texts = [] if tokens is None else [f"{tokens:,.0f} tokens/s"]
+        return texts if share is None else [*texts, f"{share:.0%} of the peak"]
 
-    def seconds_left(self, now: float) -> float | None:
-        """An estimate from the steps after the first, which may have been compiled; None before and in the end."""
+    def seconds_remaining(self, now: float) -> float | None:
+        """Estimate the remaining time from the steps after the first, which may have been compiled; None if unknown."""
         if self.total is None or not 2 <= self.done < self.total:
             return None
         return (self.total - self.done) * (now - self._first_time) / (self.done - 1)
 
     def summary(self, now: float) -> str:
-        """The line without a bar, for a file."""
+        """Return the line without a bar, for a file."""
         steps = f"{self.done} step{'' if self.done == 1 else 's'}"
-        return " - ".join([self.title, duration(now - self._began), steps, *self._values()])
+        return " - ".join([self.title, format_duration(now - self._began), steps, *self._values()])
 
     def bar(self, now: float, ended: bool, ascii_only: bool = False, compiling_since: float | None = None) -> Text:
-        """The line with a bar, for a terminal, with the time taken if it has ended, else with the time left.
+        """Return the line with a bar, for a terminal, with the elapsed time if it has ended, else the remaining time.
 
-        A compilation under way began at `compiling_since`.
+        A running compilation began at `compiling_since`.
         """
         full, empty = ("=", "-") if ascii_only else ("━", "━")
         share = min(1.0, self.done / self.total) if self.total else 0.0
         filled = round(_WIDTH * share)
-        left = None if ended else self.seconds_left(now)
-        clock = f"{duration(left)} left" if left is not None else duration(now - self._began)
+        remaining = None if ended else self.seconds_remaining(now)
+        clock = format_duration(now - self._began) if remaining is None else f"{format_duration(remaining)} left"
         if compiling_since is not None:
-            clock = f"compiling... {duration(now - compiling_since)}"
+            clock = f"compiling... {format_duration(now - compiling_since)}"
         line = Text(no_wrap=True, overflow="crop" if ascii_only else "ellipsis")
         line.append(f"{self.title} ", style="bold")
-        line.append(full * filled, style="green")  # two of the 16 colours that every terminal has
+        line.append(full * filled, style="green")  # one of the 16 colours that every terminal has
         line.append(empty * (_WIDTH - filled), style="bright_black")
         line.append(f" {self.done}/{'?' if self.total is None else self.total} ")
         line.append(" - ".join([clock, *self._values()]))
@@ -105,18 +111,18 @@ class ProgressLine:
     def _values(self) -> list[str]:
         speed = self.samples_per_second()
         values = [] if speed is None else [f"{speed:.0f} samples/s" if speed >= 10 else f"{speed:.2g} samples/s"]
-        values += self._derived()
+        values += self._format_rates()
         values += [f"{name}: {as_text(value)}" for name, value in self.values.items()]
         if self.input_bound is not None and self.input_bound >= 0.01:
             values.append(f"waited for data: {self.input_bound:.0%}")
         return values
 
 
-def duration(seconds: float) -> str:
-    """A time for people.
+def format_duration(seconds: float) -> str:
+    """Format a time for people.
 
     Example:
-        >>> duration(2.125), duration(83), duration(3723)
+        >>> format_duration(2.125), format_duration(83), format_duration(3723)
         ('2.1s', '1:23', '1:02:03')
     """
     if seconds < 59.95:

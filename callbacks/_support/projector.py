@@ -1,4 +1,4 @@
-"""Embedding layers in a form that TensorBoard's projector shows. With no hooks and no model."""
+"""Writes embedding layers for TensorBoard's projector. Independent of hooks and models."""
 
 import os
 import shutil
@@ -10,28 +10,28 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentError
 
-# What Keras takes: one file for all embedding layers, or one for each by the layer's name.
+# As in Keras: one file for all embedding layers, or a dict of files by layer name.
 Metadata = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]] | None
 
 
-def embedding_layers(module: nn.Module) -> dict[str, str]:
-    """The names of a module's embedding layers, each with the name of its weight.
+def find_embedding_layers(module: nn.Module) -> dict[str, str]:
+    """Return the names of a module's embedding layers, each with the name of its weight.
 
     Example:
-        >>> embedding_layers(nn.Sequential(nn.Embedding(3, 2), nn.Flatten()))
+        >>> find_embedding_layers(nn.Sequential(nn.Embedding(3, 2), nn.Flatten()))
         {'0': '0.weight'}
     """
-    found = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Embedding)}
-    return {name or "embedding": f"{name}.weight".removeprefix(".") for name in found}
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Embedding)}
+    return {name or "embedding": f"{name}.weight".removeprefix(".") for name in layers}
 
 
-def metadata_files(metadata: Metadata, layers: Mapping[str, str], folder: str) -> dict[str, Path]:
-    """The file of labels of each of the `embedding_layers` that has one, by the argument of `TensorBoard`.
+def find_metadata_files(metadata: Metadata, layers: Mapping[str, str], folder: str) -> dict[str, Path]:
+    """Return the label files by embedding layer, given `TensorBoard`'s argument and the layers.
 
-    Relative paths begin in the folder.
+    Paths are relative to the folder.
 
     Raises:
-        ArgumentError: There is no such layer, or no such file.
+        ArgumentError: A layer or file doesn't exist.
     """
     if metadata is None:
         return {}
@@ -47,9 +47,9 @@ def metadata_files(metadata: Metadata, layers: Mapping[str, str], folder: str) -
 
 
 def write_embeddings(folder: Path, tables: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
-    """Write embeddings, weights on the host by layer, to a run's folder, in place of those before.
+    """Write embeddings (weights on the host, by layer) to a run's folder, and replace the previous ones.
 
-    Their files of labels are copied, because TensorBoard reads nothing outside of the run.
+    Label files are copied, because TensorBoard reads nothing outside the run.
     """
     from tensorboard.plugins.projector import ProjectorConfig, visualize_embeddings
 

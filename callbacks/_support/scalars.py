@@ -4,26 +4,26 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def scalars(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    """The logs that are single numbers, as floats. If they are lazy, this waits for the device.
+def extract_scalars(logs: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the logs that are single numbers, as floats. If they are lazy, this waits for the device.
 
-    The others, such as an array with a value a class, are left out.
+    Other logs, such as an array with a value per class, are omitted.
 
     Example:
         >>> import numpy as np
-        >>> scalars({"loss": np.float32(0.5), "recall_by_class": np.zeros(3), "note": "x"})
+        >>> extract_scalars({"loss": np.float32(0.5), "recall_by_class": np.zeros(3), "note": "x"})
         {'loss': 0.5}
     """
-    found = {}
+    numbers = {}
     for name, value in (logs or {}).items():
         number = as_scalar(value)
         if number is not None:
-            found[name] = number
-    return found
+            numbers[name] = number
+    return numbers
 
 
 def as_scalar(value: Any) -> float | None:
-    """The number as a float, or None for anything that isn't a single number."""
+    """Return a single number as a float, and None for anything else."""
     if isinstance(value, (int, float)):
         return float(value)
     if hasattr(value, "item") and hasattr(value, "shape") and all(side == 1 for side in value.shape):
@@ -33,7 +33,7 @@ def as_scalar(value: Any) -> float | None:
 
 
 def as_text(value: float) -> str:
-    """A number with four decimals, in the form with an exponent if these would hide it.
+    """Format a number with four decimals, or with an exponent if it is too small for them.
 
     Example:
         >>> as_text(0.123456), as_text(0.000123456), as_text(0)

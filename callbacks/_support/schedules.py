@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name: the share of the peak that each step has. With no hooks and no model."""
+"""Named learning-rate schedules: each step's share of the peak rate. Independent of hooks and models."""
 
 import math
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from ...errors import ArgumentError, UnknownNameError, require_whole
 
 NAMES = ("linear", "cosine", "constant", "inverse_sqrt", "wsd")
 
-# Of "inverse_sqrt" without a warm-up: the steps after which the rate is 1 / sqrt(2) of the peak.
+# For "inverse_sqrt" without a warm-up: the steps after which the rate is 1 / sqrt(2) of the peak.
 _TIMESCALE = 10_000
 
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """A schedule by name, one of `NAMES`, which a number of steps makes complete.
+    """A schedule by name, one of `NAMES`, for any number of steps.
 
     Raises:
-        UnknownNameError: There is no such schedule.
-        ArgumentError: A number out of range.
+        UnknownNameError: No schedule has this name.
+        ArgumentError: A number is out of range.
 
     Example:
         >>> schedule = NamedSchedule("linear", warmup=1)
@@ -26,9 +26,9 @@ class NamedSchedule:
     """
 
     name: str
-    warmup: int | float = 0  # its steps, or as a float their share
-    floor: float = 0.0  # the least share of the peak after the warm-up, from 0 to 1
-    decay: int | float = 0.2  # the steps of the fall at the end of "wsd", or as a float their share
+    warmup: int | float = 0  # the number of steps, or as a float their share
+    floor: float = 0.0  # the lowest share of the peak after the warm-up, from 0 to 1
+    decay: int | float = 0.2  # the number of steps in the last phase of "wsd", or as a float their share
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
@@ -47,27 +47,27 @@ class NamedSchedule:
 
     @property
     def needs_total(self) -> bool:
-        """True if it can't be computed without the number of steps."""
+        """True if the schedule depends on the number of steps."""
         return self.name in ("linear", "cosine", "wsd") or isinstance(self.warmup, float)
 
     def factor(self, step: int, total: int | None) -> float:
-        """Return the share of the peak that a step of the optimizer, from 0, has; most need the `total` of steps."""
-        warmup = _steps(self.warmup, total)
+        """Return an optimizer step's share of the peak, for steps from 0; most schedules need the `total` of steps."""
+        warmup = _resolve_steps(self.warmup, total)
         if step < warmup:
             return (step + 1) / (warmup + 1)
         if self.name == "inverse_sqrt":
             timescale = warmup or _TIMESCALE
             return max(self.floor, math.sqrt(timescale / (step - warmup + timescale)))
-        return self.floor + (1 - self.floor) * self._left(step, warmup, total)
+        return self.floor + (1 - self.floor) * self._remaining_share(step, warmup, total)
 
-    def _left(self, step: int, warmup: int, total: int | None) -> float:
-        """Return the share that is left of what lies above the floor."""
+    def _remaining_share(self, step: int, warmup: int, total: int | None) -> float:
+        """Return the remaining share of the rate above the floor."""
         if self.name == "constant" or total is None:
             return 1.0
-        begin = max(warmup, total - _steps(self.decay, total)) if self.name == "wsd" else warmup
+        begin = max(warmup, total - _resolve_steps(self.decay, total)) if self.name == "wsd" else warmup
         done = min(1.0, max(0.0, (step - begin) / max(1, total - begin)))
         return (1 + math.cos(math.pi * done)) / 2 if self.name == "cosine" else 1 - done
 
 
-def _steps(amount: int | float, total: int | None) -> int:
+def _resolve_steps(amount: int | float, total: int | None) -> int:
     return round(amount * (total or 0)) if isinstance(amount, float) else amount

@@ -1,10 +1,10 @@
-"""What an audit costs: the time to trace a step again and compare it, and its share of short epochs.
+"""Measures an audit: the time to trace a step again and compare it, and its share of short epochs.
 
     python tests/benchmarks/audits.py [--out DIR]
 
-Each network of the table is trained for some steps on XLA:CPU with rows as small as can be, and each replay is audited:
-the time of an audit doesn't depend on the rows. The host-bound MLP of `workloads.py` is then trained as it comes, in
-epochs of 300 steps, which is as bad as it gets: half a millisecond a step. `--out` writes `audits.json` there.
+Each network of the table is trained for some steps on XLA:CPU with the smallest possible rows, and each replay is
+audited: the time of an audit doesn't depend on the rows. The host-bound MLP of `workloads.py` is then trained in epochs
+of 300 steps, the worst case: half a millisecond per step. `--out` writes `audits.json` there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS = 20
 
 
 class Auditing(Callback):
-    """Lets each replay be audited, as after a hook that is called seldom."""
+    """Lets each replay be audited, as after a rarely called hook."""
 
     reads_weights = False
 
@@ -42,7 +42,7 @@ class Auditing(Callback):
 
 
 def audit_of(name: str) -> dict[str, float]:
-    """Milliseconds of an audit, and of the host for a replay."""
+    """Return the milliseconds of an audit, and the host's time for a replay."""
     training = replace(TRAININGS[name], rows=1)
     x, y = training.batch(STEPS)
     model = tpufit.Model(training.make())
@@ -55,7 +55,7 @@ def audit_of(name: str) -> dict[str, float]:
 
 
 def shares(epochs: int = 10, steps: int = 300) -> dict[str, float]:
-    """The share of audits in short epochs of the host-bound MLP, and their number in each."""
+    """Return the share of audits in short epochs of the host-bound MLP, and their number in each."""
     workload = WORKLOADS["mlp"]
     model = tpufit.Model(workload.build())
     model.compile(lambda p: workload.optimizer(p, lr=workload.rate), "cross_entropy", metrics=["accuracy"])

@@ -1,7 +1,7 @@
-"""The floor of the engine: one step's compiled graph, run over and over with nothing around it but its transfers.
+"""The lower bound of the engine: one step's compiled graph, run repeatedly with only its transfers.
 
-Every step sends a batch, a learning rate and a seed to the device, as tpufit's do, and calls the graph. Nothing is
-checked, guarded or written back: this measures what a replay costs, and is no way to train.
+Every step sends a batch, a learning rate and a seed to the device, as tpufit does, and runs the graph. Nothing is
+checked or written back: this measures the cost of a replay, and isn't a way to train.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Graph:
         sources: dict[int, tuple[str, Any]] = {_XLAC._get_seed_info_id(): ("seed", None)}
         for kind, tensors in (("state", state), ("input", inputs)):
             sources |= {_XLAC._xla_get_tensor_id(tensor): (kind, i) for i, tensor in enumerate(tensors)}
-        self.values = [tensor.detach().clone() for tensor in state]  # the same memory; tracing leaves these alone
+        self.values = [tensor.detach().clone() for tensor in state]  # the same memory; tracing doesn't change these
         for tensor in state if donate else ():
             _XLAC._set_buffer_donation(tensor, True)
         body(*inputs)
@@ -64,7 +64,7 @@ class Graph:
 
 
 def train(workload: Workload, clock: Clock, *, epochs: int, steps: int, cores: int = 1, donate: bool = False) -> None:
-    """Train for some epochs, each over the same batches. With several cores, SPMD has been switched on before."""
+    """Train for some epochs, each over the same batches. With several cores, SPMD is already enabled."""
     device = torch_xla.device()
     net = workload.build().to(device)
     update, moments = _optimizer(workload, list(net.parameters()))
@@ -98,7 +98,7 @@ def train(workload: Workload, clock: Clock, *, epochs: int, steps: int, cores: i
 
 
 def replay_graph_of(model: Any, loader: Any, rate: float, clock: Clock) -> None:
-    """One pass over the data with the graph that a tpufit model replays, and nothing around it but its transfers."""
+    """Run one pass over the data with the graph that a tpufit model replays, with only its transfers."""
     role = model._engine.roles["train"]
     program, running = role.program, role.sums
     (graph,) = program._graphs.values()
@@ -120,7 +120,7 @@ def replay_graph_of(model: Any, loader: Any, rate: float, clock: Clock) -> None:
 
 
 def _sender(device: str, cores: int) -> Callable[[Tensor, Tensor, float], list[Tensor]]:
-    """A function that sends a batch and a rate, in one call."""
+    """Return a function that sends a batch and a rate, in one call."""
     mesh = spmd.Mesh(np.arange(cores), (cores,), ("data",)) if cores > 1 else None
 
     def send(x: Tensor, y: Tensor, rate: float) -> list[Tensor]:
@@ -141,9 +141,9 @@ def _sender(device: str, cores: int) -> Callable[[Tensor, Tensor, float], list[T
 
 
 def _optimizer(workload: Workload, parameters: list[nn.Parameter]) -> tuple[Callable[[Tensor], None], list[Tensor]]:
-    """The optimizer's update with the rate as a tensor, and its state, made before the first step."""
+    """Return the optimizer's update with the rate as a tensor, and its state, created before the first step."""
     optimizer = workload.optimizer(parameters, lr=workload.rate)
-    if isinstance(optimizer, torch.optim.SGD):  # PyTorch's would read a rate that is a tensor
+    if isinstance(optimizer, torch.optim.SGD):  # PyTorch's optimizer would read a tensor rate
         velocities = [torch.zeros_like(parameter) for parameter in parameters]
 
         @torch.no_grad()

@@ -1,10 +1,10 @@
-"""What a checkpoint costs: how long training stands still for one, and how long a save and a load take.
+"""Measures checkpoints: how long training is blocked, and how long a save and a load take.
 
     python tests/benchmarks/checkpoint.py [--quick] [--rounds 7] [--out DIR] [--folder DIR]
 
-All of it happens in one `fit` of a network of 17 million weights with Adam, 203 MB of state: between its steps
-everything is measured once a round, one after the other. A complete run writes `results/checkpoint.json`; `--quick`
-takes a small network and only prints, unless `--out` says where to write. What the rows are: README.md in this folder.
+Everything happens in one `fit` of a network of 17 million weights with Adam, 203 MB of state: between its steps all
+rows are measured once in each round, one after the other. A complete run writes `results/checkpoint.json`; `--quick`
+uses a small network and only prints, unless `--out` is given. README.md in this folder explains the rows.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from torch import Tensor, nn
 
 import tpufit
 from tpufit.callbacks import Callback, ModelCheckpoint
-from tpufit.checkpoint import Checkpoint, CheckpointDirectory, outside_of_fit, read, take_checkpoint
+from tpufit.checkpoint import Checkpoint, CheckpointDirectory, make_state_outside_fit, read, take_checkpoint
 from tpufit.checkpoint import manager as saver
 from tpufit.utils.files import flush
 
 WIDTHS = (1024, 4096, 3072, 32)
 QUICK = (64, 128, 64, 32)
 BATCH = 32
-SLOW = 2.0  # seconds that a slow disk takes more
+SLOW = 2.0  # the additional seconds of a slow disk
 
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio of two rows, taken within a round, and what it is to be at most."""
+    """A ratio of two rows, taken within a round, and its upper limit."""
 
     row: str
     other: str
@@ -66,7 +66,7 @@ LABELS = {
 
 
 class Slow(CheckpointDirectory):
-    """A run's folder on a disk that is slow whenever it is told to be."""
+    """A run's folder on a disk that is slow on request."""
 
     seconds = 0.0
 
@@ -76,7 +76,7 @@ class Slow(CheckpointDirectory):
 
 
 class Measure(Callback):
-    """Measures all rows between two steps, once a round, and then lets some steps go by."""
+    """Measures all rows between two steps, once in each round, and then lets some steps run."""
 
     def __init__(self, keep: ModelCheckpoint, folder: Path, rounds: int) -> None:
         assert keep.checkpoints is not None
@@ -100,19 +100,19 @@ class Measure(Callback):
             self.model.stop_training = True
             return
         self.left, self._passing = self.left - 1, 2
-        float(logs["loss"])  # the step is over: nobody waits for it while something is timed
+        float(logs["loss"])  # the step is over, so that nothing is pending during a measurement
         self.loads.append(round(os.getloadavg()[0], 2))
         self._measure_files()
         device = _tensors(self.model)
         self._time("host-copy", lambda: _copied(device))
-        # The next moment at which checkpoints are taken begins right after this.
+        # The next moment for checkpoints follows immediately.
         self.writer.run.seconds = SLOW  # type: ignore[attr-defined]
         self.steps_meanwhile.append(0)
         self._slow = True
         self.model.save_checkpoint(self.writer)
 
     def _measure_files(self) -> None:
-        checkpoint = take_checkpoint(self.model._engine, outside_of_fit(self.model._engine))
+        checkpoint = take_checkpoint(self.model._engine, make_state_outside_fit(self.model._engine))
         ours, theirs = self.folder / "ours", self.folder / "theirs.pt"
         shutil.rmtree(ours, ignore_errors=True)
         theirs.unlink(missing_ok=True)
@@ -157,13 +157,13 @@ def measure(widths: tuple[int, ...], rounds: int, folder: Path) -> dict[str, Any
     keep = ModelCheckpoint(folder / "run", save_freq=1_000_000, keep_last=1)
     assert keep.checkpoints is not None
     keep.checkpoints.run.__class__ = Slow
-    watch = Measure(keep, folder, rounds + 1)  # the first brings code and files into memory, and doesn't count
+    watch = Measure(keep, folder, rounds + 1)  # the first loads code and files into memory, and doesn't count
     blocked = _timed_saves(watch)
     x = np.random.default_rng(0).normal(size=(64 * BATCH, widths[0])).astype(np.float32)
     try:
         model.fit(x, np.arange(len(x)) % widths[-1], BATCH, 100_000, verbose=0, callbacks=[keep, watch], cores=1)
     finally:
-        saver.CheckpointManager.at = blocked  # type: ignore[method-assign]
+        saver.CheckpointManager.note = blocked  # type: ignore[method-assign]
     rows = [
         {"name": name, "label": label, "ms": round(1e3 * statistics.median(watch.seconds[name][1:]), 1)}
         | {"rounds": [round(1e3 * seconds, 1) for seconds in watch.seconds[name][1:]]}
@@ -181,7 +181,7 @@ def measure(widths: tuple[int, ...], rounds: int, folder: Path) -> dict[str, Any
 
 
 def ratios(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """What `TARGETS` names: each ratio is taken within a round, and then the median over the rounds."""
+    """Return the ratios in `TARGETS`, each taken within a round, as medians over the rounds."""
     found = []
     for target in TARGETS:
         ratio = statistics.median(a / b for a, b in zip(seconds[target.row], seconds[target.other], strict=True))
@@ -193,7 +193,7 @@ def ratios(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def print_tables(report: dict[str, Any]) -> None:
-    """A Markdown table of the medians, and the ratios."""
+    """Return a Markdown table of the medians, and the ratios."""
     print(f"\n{report['parameters']:,} weights, {report['megabytes']} MB\n\n| row | ms |\n| --- | ---: |")
     for row in report["rows"]:
         print(f"| {row['label']} | {row['ms']:,.1f} |")
@@ -205,8 +205,8 @@ def print_tables(report: dict[str, Any]) -> None:
 
 
 def _timed_saves(watch: Measure) -> Any:
-    """Let the moments at which checkpoints are taken be timed. Returns what was there before."""
-    usual = saver.CheckpointManager.at
+    """Let the moments of checkpoints be timed. Return the previous function."""
+    usual = saver.CheckpointManager.note
 
     def timed(self: Any, *args: Any, **kwargs: Any) -> None:
         if watch.model._engine.log.wanted_saves:
@@ -214,12 +214,12 @@ def _timed_saves(watch: Measure) -> Any:
         else:
             usual(self, *args, **kwargs)
 
-    saver.CheckpointManager.at = timed  # type: ignore[method-assign]
+    saver.CheckpointManager.note = timed  # type: ignore[method-assign]
     return usual
 
 
 def _tensors(model: Any) -> list[Tensor]:
-    """What a checkpoint of this model holds: weights, moments and the numbers of the steps."""
+    """Return the content of a checkpoint of this model: weights, moments and the numbers of the steps."""
     model.write_back()
     states = (value for state in model.optimizer.state.values() for value in state.values())
     return [*model.module.state_dict().values(), *(value for value in states if isinstance(value, Tensor))]

@@ -1,4 +1,4 @@
-"""tpufit and what a user of PyTorch would pick instead, each as its own documentation would have it written."""
+"""tpufit and its alternatives for users of PyTorch, each as in its own documentation."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import os
 import statistics
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
-os.environ["PJRT_DEVICE"] = "CPU"
+if "TPU_LIBRARY_PATH" not in os.environ:  # else TorchTPU computes on the CPU
+    os.environ["PJRT_DEVICE"] = "CPU"
 
 import torch
 from measure import READ_AT, WARM_UP, Clock, Missing
@@ -29,7 +32,7 @@ def eager(clock: Clock, spec: Spec) -> Spec:
 
 
 def hand(clock: Clock, spec: Spec) -> Spec:
-    """A loop written by hand with torch_xla, as its guides do; SPMD if there are several cores."""
+    """A manual loop with torch_xla, as in its guides; SPMD with several cores."""
     workload, cores = WORKLOADS[spec["workload"]], spec.get("cores", 1)
     net, loader = workload.build(), workload.loader(spec["steps"])
     clock.begin()
@@ -42,7 +45,9 @@ def hand(clock: Clock, spec: Spec) -> Spec:
     sharded: Spec = {}
     if cores > 1:
         mesh = spmd.Mesh(list(range(cores)), (cores,), ("data",))
-        sharded["input_sharding"] = spmd.ShardingSpec(mesh, ("data", None))  # the labels, of one dimension, stay whole
+        sharded["input_sharding"] = spmd.ShardingSpec(
+            mesh, ("data", None)
+        )  # the labels, with one dimension, stay whole
     net.to(device)
     optimizer = workload.optimizer(net.parameters(), lr=workload.rate)
     _loop(
@@ -59,7 +64,7 @@ def hand(clock: Clock, spec: Spec) -> Spec:
 
 
 def accelerate(clock: Clock, spec: Spec) -> Spec:
-    """Accelerate, which finds torch_xla by itself."""
+    """Accelerate, which detects torch_xla."""
     from accelerate import Accelerator
 
     workload = WORKLOADS[spec["workload"]]
@@ -73,7 +78,7 @@ def accelerate(clock: Clock, spec: Spec) -> Spec:
 
 
 def lightning(clock: Clock, spec: Spec) -> Spec:
-    """Lightning's TPU trainer. It asks for a TPU; its question is answered with yes, and then it runs on XLA:CPU."""
+    """Lightning's TPU trainer. It requires a TPU; its check is answered with yes, and then it runs on XLA:CPU."""
     import lightning
     import torchmetrics
     from lightning.fabric.accelerators import XLAAccelerator as FabricXLA
@@ -125,7 +130,7 @@ def lightning(clock: Clock, spec: Spec) -> Spec:
 
 
 def bare_replay(clock: Clock, spec: Spec) -> Spec:
-    """The floor of tpufit's engine."""
+    """The lower bound of tpufit's engine."""
     cores = spec.get("cores", 1)
     _start(cores)
     from bare_replay import train
@@ -183,9 +188,9 @@ def tpufit(clock: Clock, spec: Spec) -> Spec:
 
 
 def tpufit_beside_replay(clock: Clock, spec: Spec) -> Spec:
-    """tpufit's `fit`, and after each of its epochs as many bare runs of the graph that it has just replayed.
+    """Run tpufit's `fit`, and after each of its epochs as many bare runs of the graph that it has just replayed.
 
-    So both meet the same moments of the machine, and what differs is the loop: the feed, the guards, the logs.
+    Both see the same load of the machine, so they differ only by the loop: the feed, the guards, the logs.
     """
     from bare_replay import replay_graph_of
 
@@ -227,7 +232,7 @@ def _loop(
     step: Callable[[], object] | None = None,
     launch: Callable[[], object] = lambda: None,
 ) -> None:
-    """Train for some epochs with a running loss and accuracy, which are read once an epoch."""
+    """Train for some epochs with a running loss and accuracy, which are read once in each epoch."""
     step = step or optimizer.step
     first = spec["kind"] == "first"
     for _ in range(spec["epochs"]):
@@ -243,7 +248,7 @@ def _loop(
             correct += (predicted.argmax(1) == y).sum()
             rows += len(y)
             if first and number in READ_AT:
-                launch()  # as one graph, which reading the loss alone would split
+                launch()  # as one graph, which reading only the loss would split
                 loss.item()
                 clock.end_step()
         correct.item()
@@ -263,6 +268,8 @@ def _start(cores: int) -> Any:
 
 
 def _graphs() -> Spec:
+    if find_spec("torch_xla") is None:  # another environment than that of the other rows
+        return {"versions": {name: metadata.version(name) for name in ("torch", "torch_tpu", "numpy")}}
     import torch_xla.debug.metrics as metrics
 
     return {"graphs": metrics.counter_value("UncachedCompile") or 0}

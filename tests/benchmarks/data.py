@@ -1,9 +1,9 @@
-"""What the input pipeline gives: shuffled batches from a cache, an epoch of a training, and how long a warm-up takes.
+"""Measures the input pipeline: shuffled batches from a cache, an epoch of a training, and a warm-up.
 
     python tests/benchmarks/data.py [--quick] [--rounds 5] [--out DIR]
 
-Everything is measured once a round, one after the other. A complete run writes `results/data.json`; `--quick` only
-prints, unless `--out` says where to write. What the rows are: README.md in this folder.
+All rows are measured once in each round, one after the other. A complete run writes `results/data.json`; `--quick`
+only prints, unless `--out` is given. README.md in this folder explains the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tpufit.data import CachedDataset, ImageFolder, presize, stream
-from tpufit.data.sampling import order
+from tpufit.data.sampling import permute_rows
 
 EXAMPLE = ROOT / "examples" / "cached_images.py"
 SIDE = 96
@@ -46,7 +46,7 @@ PASSES = 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured: rows of the cache of noise, JPEGs, and epochs of the example."""
+    """The amount of data: rows of the cache of noise, JPEGs, and epochs of the example."""
 
     rows: int
     photos: int
@@ -58,13 +58,13 @@ COMPLETE, QUICK = Sizes(20_000, 4096, 4), Sizes(2048, 256, 2)
 
 @dataclass(frozen=True)
 class Row:
-    """One thing to measure.
+    """One measurement.
 
     Attributes:
-        group: The table that it stands in.
-        name: What the JSON calls it.
-        label: What the table calls it.
-        measure: Given the number of the round, the samples per second of one or more passes.
+        group: Its table.
+        name: Its name in the JSON.
+        label: Its name in the table.
+        measure: Gets the number of the round, and returns the samples per second of one or more passes.
     """
 
     group: str
@@ -75,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio of two rows' samples per second, taken within a round, and what it is to be."""
+    """A ratio of two rows' samples per second, taken within a round, and its target."""
 
     row: str
     other: str
@@ -97,7 +97,7 @@ TARGETS = [
 
 
 class Noise(Dataset[tuple[Tensor, int]]):
-    """Rows of noise, each another part of the same: quick to make, and nothing to send to a worker."""
+    """Rows of noise, each a different part of the same array: quick to create, and small to send to a worker."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -120,7 +120,7 @@ def _noise(size: int) -> Tensor:
 
 
 class Naive(Dataset[tuple[Tensor, int]]):
-    """A folder of JPEGs as tutorials read one."""
+    """A folder of JPEGs as in tutorials."""
 
     def __init__(self, folder: Path) -> None:
         self.paths = sorted(folder.rglob("*.jpg"))
@@ -160,7 +160,7 @@ def main() -> None:
 
 
 def batches(sizes: Sizes, folder: Path) -> list[Row]:
-    """Shuffled batches: from the cache, copied without any order to look up, and decoded one by one."""
+    """Measure shuffled batches: from the cache, copied without lookups, and decoded one by one."""
     caches = {}
     for mode in ("mmap", "ram"):
         for suffix, ordered in (("", True), ("-unordered", False)):
@@ -171,11 +171,11 @@ def batches(sizes: Sizes, folder: Path) -> list[Row]:
     buffer = np.empty((BATCH, *images.shape[1:]), np.uint8)
 
     def memcpy(number: int) -> list[float]:
-        arranged = images[order(sizes.rows, 0, number)]
+        arranged = images[permute_rows(sizes.rows, 0, number)]
         return _rates(sizes.rows, lambda: _copy_all(arranged, buffer), PASSES)
 
     def gather(number: int) -> list[float]:
-        shuffled = order(sizes.rows, 0, number)
+        shuffled = permute_rows(sizes.rows, 0, number)
         return _rates(sizes.rows, lambda: _gather_all(images, shuffled, buffer), PASSES)
 
     def cached(cache: CachedDataset) -> Callable[[int], list[float]]:
@@ -213,7 +213,7 @@ def batches(sizes: Sizes, folder: Path) -> list[Row]:
 
 
 def epochs(sizes: Sizes, folder: Path) -> list[Row]:
-    """An epoch of the example, which is run once a round for both of its rates."""
+    """An epoch of the example, which is run once in each round for both of its rates."""
     arguments = [f"--count={sizes.photos}", f"--epochs={sizes.epochs}", f"--run-dir={folder}"]
     command = [sys.executable, str(EXAMPLE), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -235,7 +235,7 @@ def epochs(sizes: Sizes, folder: Path) -> list[Row]:
 
 
 def warm_ups(sizes: Sizes, folder: Path) -> list[Row]:
-    """Decoding and resizing alone, and filling a cache, in as many processes."""
+    """Measure decoding and resizing alone, and filling a cache, in the same number of processes."""
     photos = _photos(sizes, folder)
 
     def decode(processes: int) -> Callable[[int], list[float]]:
@@ -266,7 +266,7 @@ def warm_ups(sizes: Sizes, folder: Path) -> list[Row]:
 
 
 def measure(rows: list[Row], rounds: int) -> dict[str, Any]:
-    """All rows once a round. Before several rounds comes one that doesn't count: it brings the files into memory."""
+    """Measure all rows once in each round. A first round that doesn't count loads the files into memory."""
     results: dict[str, list[float]] = {row.name: [] for row in rows}
     loads = []
     for number in range(0 if rounds > 1 else 1, rounds + 1):
@@ -289,7 +289,7 @@ def measure(rows: list[Row], rounds: int) -> dict[str, Any]:
 
 
 def ratios(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What `TARGETS` names: each ratio is taken within a round, and then the median over the rounds."""
+    """Return the ratios in `TARGETS`, each taken within a round, as medians over the rounds."""
     rates = {row["name"]: row["rounds"] for row in measured}
     found = []
     for target in TARGETS:
@@ -304,7 +304,7 @@ def ratios(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_tables(report: dict[str, Any]) -> None:
-    """A Markdown table for each group, of the medians, and the ratios."""
+    """Return a Markdown table for each group, of the medians, and the ratios."""
     for group in dict.fromkeys(row["group"] for row in report["rows"]):
         print(f"\n| {group} | samples per s |\n| --- | ---: |")
         for row in report["rows"]:
@@ -322,12 +322,12 @@ def write(report: dict[str, Any], folder: Path) -> None:
 
 
 def _photos(sizes: Sizes, folder: Path) -> Path:
-    """Where the example puts its JPEGs, and looks for them."""
+    """The folder in which the example stores its JPEGs."""
     return folder / f"photos-{sizes.photos}"
 
 
 def _rates(samples: int, run: Callable[[], int], passes: int) -> list[float]:
-    """Samples per second of each pass."""
+    """Return the samples per second of each pass."""
     found = []
     for _ in range(passes):
         begun = time.perf_counter()
@@ -339,7 +339,7 @@ def _rates(samples: int, run: Callable[[], int], passes: int) -> list[float]:
 
 
 def _exhaust(batches: Iterable[Any]) -> int:
-    # A loop's variable would hold a batch while the next one is made. `fit` has sent it away by then.
+    # A loop's variable would keep a batch while the next is created. `fit` has sent it by then.
     return sum(map(_count, batches))
 
 
@@ -378,7 +378,7 @@ def _decode_part(part: range) -> int:
 
 
 def _check(cache: CachedDataset, images: np.ndarray[Any, Any]) -> None:
-    """What is timed gives each row once, and rightly."""
+    """Check that each row occurs once, with the right values."""
     seen = []
     for batch, labels in stream(cache, batch_size=BATCH, shuffle=True).epoch(0):
         if not np.array_equal(batch.numpy(), images[labels.numpy()]):

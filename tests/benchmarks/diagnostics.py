@@ -1,10 +1,10 @@
-"""What measuring the host's time costs a step: `Diagnostics` on and off, beside the same step.
+"""Measures the cost of measuring the host's time: `Diagnostics` on and off, with the same step.
 
     python tests/benchmarks/diagnostics.py [--rounds 5] [--out DIR]
 
-`hooks` times what a pass does for each step around nothing: two hooks of a callback, and the call of the step. `fit` is
-a training of a tiny network, with and without, in turns; its steps differ by more than what is measured, so that it
-only shows that nothing else is added. A run writes `results/diagnostics.json`.
+`hooks` times a pass around an empty step: two hooks of a callback, and the call of the step. `fit` is a training of a
+tiny network, with and without `Diagnostics`, in turns; its steps vary by more than the difference, so it only shows
+that nothing else is added. A run writes `results/diagnostics.json`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 import tpufit
 from tpufit.callbacks import Callback, CallbackList, Diagnostics
 from tpufit.runtime import counts
-from tpufit.utils.counters import timing
+from tpufit.utils.counters import time_function
 
 CALLS = 100_000
 STEPS, EPOCHS = 500, 6
@@ -34,7 +34,7 @@ MICROSECONDS_ALLOWED = 10.0
 
 
 class Hooked(Callback):
-    """A callback with two hooks that do nothing."""
+    """A callback with two empty hooks."""
 
     reads_weights = False
 
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def hooks() -> dict[str, float]:
-    """Microseconds of what a pass does around a step that does nothing."""
+    """Return the microseconds of a pass around an empty step."""
 
     def nothing(group: object, pause: object, last: bool) -> None:
         return None
@@ -81,12 +81,12 @@ def hooks() -> dict[str, float]:
 
     return {
         "off": run(CallbackList([Hooked()]), nothing),
-        "on": run(CallbackList([Hooked(), Diagnostics()]), timing("steps", nothing)),
+        "on": run(CallbackList([Hooked(), Diagnostics()]), time_function("steps", nothing)),
     }
 
 
 def fits(on_first: bool) -> dict[str, Any]:
-    """Microseconds of a step of a tiny network, and the waits but for back-pressure, which depends on the pace."""
+    """Return the microseconds of a tiny network's step, and the waits except back-pressure."""
     runs = [("off", []), ("on", [Diagnostics()])]
     x, y = np.zeros((STEPS * 8, 16), "float32"), np.zeros(STEPS * 8, "int64")
     result: dict[str, Any] = {}

@@ -1,10 +1,11 @@
-"""What a training step costs with tpufit, and with what a user would pick instead.
+"""Measures a training step with tpufit, and with its alternatives.
 
-    python tests/benchmarks/engine.py [--quick] [--only NAME ...] [--rounds 3] [--out DIR]
+    python tests/benchmarks/engine.py [--quick] [--only NAME ...] [--rounds 3] [--torchtpu PYTHON] [--out DIR]
 
-Each measured thing runs in a process of its own, one after the other, and all of them once a round. A complete run
-writes `results/engine.json`; `--quick` and `--only` (groups, rows or parts of their names) only print, unless `--out`
-says where to write. What the rows are: README.md in this folder.
+Each row runs in a separate process, one after the other, once in each round. A complete run writes
+`results/engine.json`; `--quick` and `--only` (groups, rows or parts of their names) only print, unless `--out` is
+given. `--torchtpu` names the Python of an environment with TorchTPU, which runs the rows on TorchTPU. README.md in this
+folder explains the rows.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import plugins
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-TIMEOUT = 600.0  # seconds for one process
+
+TIMEOUT = 600.0  # the time limit of a process, in seconds
 PACKAGES = ("torch", "torch_xla", "torchmetrics", "accelerate", "lightning", "keras", "jax", "jaxlib", "numpy")
 
-# Epochs (two warm up) and steps an epoch, complete and quick.
+# Epochs (two warm up) and steps in each epoch, complete and quick.
 SIZES = {
     "mlp": ((7, 300), (3, 50)),
     "mlp-8-cores": ((5, 100), (3, 20)),
@@ -41,13 +46,17 @@ SIZES = {
 FIRST = (1, 6)
 
 TRACE = {"jit_compile": False}
-# What tpufit is held against, each compared within a round and then the median taken.
+TEN = {"steps_per_execution": 10}
+# The rows that tpufit is compared with, each within a round; then the median is taken.
 RATIOS = [
     ("tpufit", "hand", "ms_per_step"),
     ("tpufit", "lightning", "ms_per_step"),
     ("tpufit", "replay", "ms_per_step"),
     ("tpufit", "keras", "ms_per_step"),
     ("tpufit-10", "keras-10", "ms_per_step"),
+    ("torchtpu", "keras", "ms_per_step"),
+    ("torchtpu-10", "keras-10", "ms_per_step"),
+    ("torchtpu", "tpufit", "ms_per_step"),
     ("fits-tpufit", "fits-keras", "ms_per_step"),
     ("fits-shuffled-tpufit", "fits-shuffled-keras", "ms_per_step"),
     ("tpufit-8", "hand-8", "ms_per_step"),
@@ -62,17 +71,18 @@ RATIOS = [
 
 @dataclass(frozen=True)
 class Row:
-    """One thing to measure.
+    """One measurement.
 
     Attributes:
-        group: The table that it stands in.
-        name: What `--only` and the JSON call it.
-        label: What the tables call it.
+        group: Its table.
+        name: Its name for `--only` and in the JSON.
+        label: Its name in the tables.
         contender: The function that runs it, in `contenders_torch.py` or `contender_keras.py`.
         workload: Its name in `workloads.py`.
-        options: More for that function: `cores`, `compile`, `fit`, `fits` (a call of `fit` for each epoch, all of which
-            is timed) or `donate`.
-        kind: What is measured: `"epochs"`, `"first"` (the time to the first step) or `"memory"`.
+        options: Further arguments of this function: `cores`, `compile`, `fit`, `fits` (a call of `fit` for each epoch,
+            all of which is timed) or `donate`; `long` for ten times as many steps an epoch; `torchtpu` to run it in the
+            environment of `--torchtpu`.
+        kind: The quantity: `"epochs"`, `"first"` (the time to the first step) or `"memory"`.
     """
 
     group: str
@@ -84,18 +94,18 @@ class Row:
     kind: str = "epochs"
 
     def is_meant(self, name: str) -> bool:
-        """True if that is its group or its name, or a part of its name and nothing else's whole name."""
+        """True if this is its group or its name, or a part of its name that isn't another row's whole name."""
         known = {name for row in rows() for name in (row.group, row.name)}
         return name in (self.group, self.name) if name in known else name in self.name
 
     def spec(self, quick: bool) -> dict[str, Any]:
         epochs, steps = FIRST if self.kind == "first" else SIZES[self.group][quick]
-        sizes = {"epochs": epochs, "steps": steps}
+        sizes = {"epochs": epochs, "steps": 10 * steps if self.options.get("long") else steps}
         return {"contender": self.contender, "workload": self.workload, "kind": self.kind, **sizes, **self.options}
 
 
 def rows() -> list[Row]:
-    """Every row, in the order of the tables and of a round: what is compared stands close together."""
+    """Return every row, in the order of the tables and of a round: compared rows are adjacent."""
 
     def mlp(name: str, label: str, contender: str, **options: Any) -> Row:
         return Row("mlp-8-cores" if "cores" in options else "mlp", name, label, contender, "mlp", options)
@@ -109,8 +119,13 @@ def rows() -> list[Row]:
         mlp("replay", "bare replay", "bare_replay"),
         mlp("tpufit-beside", "tpufit, in turn with a bare replay of its own graph", "tpufit_beside_replay"),
         mlp("keras", "Keras 3 on JAX", "keras_jax"),
-        mlp("tpufit-10", "tpufit, 10 steps per execution", "tpufit", compile={"steps_per_execution": 10}),
-        mlp("keras-10", "Keras 3 on JAX, 10 steps per execution", "keras_jax", compile={"steps_per_execution": 10}),
+        mlp("tpufit-10", "tpufit, 10 steps per execution", "tpufit", compile=TEN),
+        mlp("keras-10", "Keras 3 on JAX, 10 steps per execution", "keras_jax", compile=TEN),
+        mlp("torchtpu", "tpufit on TorchTPU", "tpufit", torchtpu=True),
+        mlp("torchtpu-10", "tpufit on TorchTPU, 10 steps per execution", "tpufit", compile=TEN, torchtpu=True),
+        mlp("long-tpufit", "tpufit, 3,000 steps an epoch", "tpufit", long=True),
+        mlp("long-torchtpu", "tpufit on TorchTPU, 3,000 steps an epoch", "tpufit", torchtpu=True, long=True),
+        mlp("long-keras", "Keras 3 on JAX, 3,000 steps an epoch", "keras_jax", long=True),
         mlp("fits-tpufit", "tpufit, arrays, one fit an epoch", "tpufit", fit={"shuffle": False}, fits=True),
         mlp("fits-keras", "Keras 3 on JAX, arrays, one fit an epoch", "keras_jax", fits=True),
         mlp("fits-shuffled-tpufit", "tpufit, shuffled arrays, one fit an epoch", "tpufit", fit={}, fits=True),
@@ -143,6 +158,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round of few steps: that it runs, not how fast")
     parser.add_argument("--only", metavar="NAME", nargs="+", help="groups, rows, or parts of rows' names")
     parser.add_argument("--rounds", type=int, help="how often each row is measured (default 3; quick 1)")
+    parser.add_argument("--torchtpu", type=Path, metavar="PYTHON", help="the Python of an environment with TorchTPU")
     parser.add_argument("--out", type=Path, help="where to write (default, for a complete run: results/)")
     args = parser.parse_args()
     chosen = [row for row in rows() if args.only is None or any(row.is_meant(name) for name in args.only)]
@@ -153,7 +169,7 @@ def main() -> None:
     begun = time.monotonic()
     report = {"date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "quick": args.quick}
     report |= {"machine": machine(), "versions": versions()}
-    report |= measure(chosen, args.rounds or (1 if args.quick else 3), args.quick)
+    report |= measure(chosen, args.rounds or (1 if args.quick else 3), args.quick, args.torchtpu)
     print_tables(report)
     print(f"\n{time.monotonic() - begun:.0f} s")
     complete = args.only is None and not args.quick
@@ -163,8 +179,8 @@ def main() -> None:
         sys.exit(1)
 
 
-def measure(chosen: list[Row], rounds: int, quick: bool) -> dict[str, Any]:
-    """All rows once a round, so that whatever else the machine does meets all of them alike."""
+def measure(chosen: list[Row], rounds: int, quick: bool, torchtpu: Path | None) -> dict[str, Any]:
+    """Measure all rows once in each round, so that other load affects all rows equally."""
     results: dict[str, list[dict[str, Any]]] = {row.name: [] for row in chosen}
     skipped: dict[str, str] = {}
     failed: dict[str, str] = {}
@@ -173,7 +189,7 @@ def measure(chosen: list[Row], rounds: int, quick: bool) -> dict[str, Any]:
             if row.name in skipped:
                 continue
             load = os.getloadavg()[0]
-            result = run(row.spec(quick))
+            result = run(row.spec(quick), torchtpu)
             for outcome, names, word in (("missing", skipped, "skipped"), ("failed", failed, "FAILED")):
                 if outcome in result:
                     names[row.name] = result[outcome]
@@ -198,7 +214,7 @@ def measure(chosen: list[Row], rounds: int, quick: bool) -> dict[str, Any]:
 
 
 def ratios(results: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """What `RATIOS` names, of the rows that were measured in every round."""
+    """Return the ratios in `RATIOS` for the rows that were measured in every round."""
     found = {}
     for ours, other, key in RATIOS:
         pairs = list(zip(results.get(ours, []), results.get(other, []), strict=False))
@@ -207,15 +223,22 @@ def ratios(results: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     return found
 
 
-def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """Measure in a new process. One that fails or hangs gives its last words, and the others go on."""
+def run(spec: dict[str, Any], torchtpu: Path | None) -> dict[str, Any]:
+    """Measure in a new process. If it fails or hangs, return its last output; the others continue."""
     path = os.pathsep.join(
         filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    )  # the checkout, whatever is installed
+    )  # the checkout, even if another tpufit is installed
     environment = {**os.environ, "PYTHONPATH": path, "PJRT_DEVICE": "CPU", "TF_CPP_MIN_LOG_LEVEL": "2"}
     environment.pop("CPU_NUM_DEVICES", None)
-    command = [sys.executable, str(HERE / "worker.py"), json.dumps(spec)]
-    # In a folder of its own, for Lightning leaves files where it runs.
+    python = sys.executable
+    if spec.get("torchtpu"):
+        if torchtpu is None:
+            return {"missing": "--torchtpu names no environment"}
+        python = str(torchtpu.absolute())
+        environment |= plugins.as_tpu() | {"PYTHONPATH": str(ROOT)}  # without Keras's packages
+        del environment["PJRT_DEVICE"]
+    command = [python, str(HERE / "worker.py"), json.dumps(spec)]
+    # In a separate folder, because Lightning leaves files in the working directory.
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "out").open("w+") as out:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -232,20 +255,20 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
             process.wait()
         out.seek(0)
         lines = out.read().strip().splitlines()
-    for line in reversed(lines):  # the very last may be a warning at exit
+    for line in reversed(lines):  # the very last line may be a warning at exit
         if code == 0 and line.startswith("{"):
             return json.loads(line)
     return {"failed": f"exit code {code}: {lines[-1] if lines else 'no output'}"}
 
 
 def medians(results: list[dict[str, Any]]) -> dict[str, float]:
-    """The median over the rounds of each number; a round's own is the median of its epochs."""
+    """Return the median of each number over the rounds; a round's number is the median of its epochs."""
     numbers = [key for key, value in results[0].items() if isinstance(value, (int, float))] if results else []
     return {key: round(statistics.median(result[key] for result in results), 6) for key in numbers}
 
 
 def summary(result: dict[str, Any]) -> str:
-    """One process's result in a few words."""
+    """Return one process's result as a short text."""
     if "first_step_s" in result:
         return f"first step {result['first_step_s']:.2f} s, fifth {result['fifth_step_s']:.2f} s"
     if "ms_per_step" in result:
@@ -254,7 +277,7 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def print_tables(report: dict[str, Any]) -> None:
-    """A Markdown table for each group, of the medians."""
+    """Return a Markdown table for each group, of the medians."""
     columns = {
         "ms_per_step": ("ms per step", "{:.3f}"),
         "host_ms_per_step": ("of it host CPU", "{:.3f}"),
@@ -285,7 +308,7 @@ def print_tables(report: dict[str, Any]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What this ran on; nothing that identifies the machine."""
+    """Return facts about the machine, without anything that identifies it."""
     processors = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in processors if line.startswith("model name")), "unknown")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -299,7 +322,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of every package that takes part, and tpufit's commit."""
+    """Return the versions of Python, of every package in use, and tpufit's commit."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -315,7 +338,7 @@ def versions() -> dict[str, str]:
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """The numbers."""
+    """Return the numbers."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "engine.json").write_text(json.dumps(report, indent=1) + "\n")
 

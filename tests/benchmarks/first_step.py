@@ -1,11 +1,11 @@
-"""What the host does for the first step, from the call of `fit` to its end, beside Keras on JAX and a loop by hand.
+"""Measures the host's work for the first step, from the call of `fit` to its end, and that of Keras and a manual loop.
 
     PYTHONPATH=.:KERAS python tests/benchmarks/first_step.py [--rounds 3]
 
-KERAS is a folder of its own: `pip install --target KERAS keras==3.15.1`. Each row is a process with one core of the CPU
-and two rows of data, in float32. The time is the processor's, of the thread that calls `fit`, so that neither other
-work on the machine nor the step itself counts; what XLA's compiler takes of it is told apart. tpufit has its second
-trace in its second step, which is a row too. Writes `results/first_step.json`.
+KERAS is a separate folder: `pip install --target KERAS keras==3.15.1`. Each row is a process with one core of the CPU
+and two rows of data, in float32. The time is processor time of the thread that calls `fit`, so that neither other load
+nor the step itself counts; the time of XLA's compiler is reported separately. tpufit has its second trace in its second
+step, which is another row. Writes `results/first_step.json`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     load = os.getloadavg()[0]
     environment = os.environ | {"PJRT_DEVICE": "CPU", "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
-    # The compiler's time is told apart, so let it be short: with LLVM's optimizations the LSTM alone takes minutes.
+    # A short time for the compiler: with LLVM's optimizations the LSTM alone takes minutes.
     environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     for _ in range(args.rounds):
@@ -78,7 +78,7 @@ def measured(name: str, who: str) -> dict[str, float]:
 
 
 class Timed:
-    """A function, and the processor's time that its calls have taken.
+    """A function, and the processor time of its calls.
 
     Attributes:
         seconds: The time.

@@ -1,9 +1,9 @@
-"""What callbacks cost a step: ten that read nothing, and one for which the weights are put back into the module.
+"""Measures the cost of callbacks: ten that read nothing, and one for which weights are written back into the module.
 
     python tests/benchmarks/hooks.py [--quick] [--out DIR]
 
-A complete run writes `results/hooks.json`; `--quick` only prints, unless `--out` says where to write. What is measured:
-README.md in this folder.
+A complete run writes `results/hooks.json`; `--quick` only prints, unless `--out` is given. README.md in this folder
+explains the rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback, CallbackList
 
-# Microseconds that ten callbacks which read nothing may add to a step.
+# The most microseconds that ten callbacks without reads may add to a step.
 TARGET = 10.0
 
 
@@ -44,7 +44,7 @@ class Quiet(Idle):
 
 
 class Exposed(Callback):
-    """May look at the weights at every batch, so that they are put back into the module; it doesn't look."""
+    """May read the weights at every batch, so that they are written back into the module; it doesn't read them."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None: ...
 
@@ -57,7 +57,7 @@ class Reading(Idle):
 
 
 class Epochs(Callback):
-    """Notes how long each epoch takes, to the moment when its logs are numbers."""
+    """Records the duration of each epoch, until its logs are numbers."""
 
     reads_weights = False
 
@@ -81,7 +81,7 @@ VARIANTS: dict[str, Callable[[], list[Callback]]] = {
 
 
 def dispatch(callbacks: list[Callback], steps: int) -> float:
-    """Microseconds a step that the calls of the hooks take, as the loop makes them, with nothing else around."""
+    """Return the microseconds per step of calling the hooks as the loop does, with nothing else."""
     hooks = CallbackList(callbacks)
     tell_begin, tell_end = hooks.has("on_train_batch_begin"), hooks.has("on_train_batch_end")
     logs: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def dispatch(callbacks: list[Callback], steps: int) -> float:
 
 
 def in_fit(name: str, steps: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds a step of `fit` with each variant in turn, and what its counters say."""
+    """Return the milliseconds per step of `fit` with each variant in turn, and its counters."""
     workload = WORKLOADS[name]
     model = tpufit.Model(workload.build())
     model.compile(lambda p: workload.optimizer(p, lr=workload.rate), "cross_entropy", metrics=["accuracy"])
@@ -109,7 +109,7 @@ def in_fit(name: str, steps: int, rounds: int) -> dict[str, Any]:
             model.fit(loader, epochs=2, verbose=0, callbacks=[*make(), epochs])
             spent = runtime.counts() - before
             found[variant].append(min(epochs.seconds) / steps * 1e3)
-            # Back-pressure waits when the device is behind: how often is a matter of time, not of callbacks.
+            # Without back-pressure, whose number of waits depends on time and not on callbacks.
             waits = {reason: n for reason, n in spent.waits.items() if n and reason != "throttle"}
             counted[variant] = {"graphs": sum(spent.graphs.values()), "waits": sum(waits.values())}
     added = {

@@ -22,7 +22,7 @@ from networks import TRAININGS
 
 from tpufit.preflight.compiling import figures
 from tpufit.preflight.slices import Slice, slice_of
-from tpufit.step.sharding import best_dimension
+from tpufit.step.sharding import choose_dimension
 
 SMALL = 1 << 15  # bytes: what is smaller stays whole, as in tpufit
 RATE, DECAY, BETA1, BETA2, EPSILON = 1e-3, 1e-2, 0.9, 0.999, 1e-8
@@ -72,7 +72,7 @@ def lowered(name: str, on: Slice) -> Any:
     rows = NamedSharding(mesh, PartitionSpec("data"))
 
     def sharding(shape: tuple[int, ...]) -> NamedSharding:
-        axis = best_dimension(shape, on.devices) if 4 * np.prod(shape) >= SMALL else None
+        axis = choose_dimension(shape, on.devices) if 4 * np.prod(shape) >= SMALL else None
         return NamedSharding(mesh, PartitionSpec(*("data" if i == axis else None for i in range(len(shape)))))
 
     def loss_of(weights: Any, x: Any, y: Any) -> Any:

@@ -1,21 +1,31 @@
-"""What looping over equal blocks costs on a TPU at best: a GPT in plain JAX, its blocks unrolled, or in `lax.scan`.
+"""What loops cost on a TPU at best: nets in plain JAX, unrolled, or with `lax.scan`.
 
-    python tests/benchmarks/jax_scan.py unrolled|scan [DEPTH] [WIDTH]
+    python tests/benchmarks/jax_scan.py gpt unrolled|scan [DEPTH] [WIDTH]
+    python tests/benchmarks/jax_scan.py lstm|gru|rnn unrolled|scan [MOMENTS] [WIDTH]
 
-With `scan` the blocks' weights, and their optimizer's state, are kept stacked: nothing is copied together for the loop.
-The compiler counts the cycles of a loop's body once, so they are multiplied by its turns here. One core of a v5e.
+A GPT loops over its equal blocks: with `scan` their weights, and the optimizer's state of these, are kept stacked, so
+nothing is copied together for the loop. Two recurrent layers loop over moments. The compiler counts the cycles of a
+loop's body once, so they are multiplied by its turns here. One core of a v5e. Adds to `results/jax_scan.json`.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import json
 import os
-import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from engine import HERE, machine
 
 from tpufit.preflight.compiling import NO_HOST, compile_for, figures
 from tpufit.preflight.hlo import operations
 from tpufit.preflight.loops import Loops
+from tpufit.utils import releases
 
 os.environ |= NO_HOST
 import jax
@@ -23,6 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 WORDS, TOKENS, ROWS = 8192, 512, 2
+NUMBERS, SERIES, CLASSES = 128, 64, 10  # of a row's moment; rows, and classes of recurrent nets
 RATE, DECAY, BETA1, BETA2, EPSILON = 1e-3, 1e-2, 0.9, 0.999, 1e-8
 
 
@@ -46,22 +57,19 @@ def block(x: Any, weights: Any) -> Any:
     return x + linear(jax.nn.gelu(linear(norm(x, weights, "norm2"), weights, "up")), weights, "down")
 
 
-def shapes(depth: int, width: int, stacked: bool) -> dict[str, Any]:
+def gpt_shapes(depth: int, width: int, stacked: bool) -> Any:
     sizes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     own = {f"{name} weight": size for name, size in sizes.items()} | {f"{n} bias": s[1:] for n, s in sizes.items()}
     own |= {f"{name} {part}": (width,) for name in ("norm1", "norm2") for part in ("weight", "bias")}
     blocks: Any = [own] * depth
     if stacked:
         blocks = {name: (depth, *size) for name, size in own.items()}
-    every = {"words": (WORDS, width), "head": (width, WORDS), "blocks": blocks}
-    return jax.tree.map(
-        lambda size: jax.ShapeDtypeStruct(size, jnp.float32), every, is_leaf=lambda size: isinstance(size, tuple)
-    )
+    return {"words": (WORDS, width), "head": (width, WORDS), "blocks": blocks}
 
 
-def loss_of(weights: Any, x: Any, y: Any) -> Any:
+def gpt_loss(weights: Any, x: Any, y: Any, loops: bool) -> Any:
     h = weights["words"][x]
-    if isinstance(weights["blocks"], dict):
+    if loops:
         h, _ = jax.lax.scan(lambda h, own: (block(h, own), None), h, weights["blocks"])
     else:
         for own in weights["blocks"]:
@@ -70,7 +78,79 @@ def loss_of(weights: Any, x: Any, y: Any) -> Any:
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[..., None], -1).mean()
 
 
-def step(weights: Any, means: Any, squares: Any, x: Any, y: Any) -> Any:
+def lstm(state: Any, x: Any, h_gates: Any) -> Any:
+    """PyTorch's cell, from the products of the input and of the hidden state."""
+    i, f, g, o = jnp.split(x + h_gates, 4, -1)
+    c = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+def gru(state: Any, x: Any, h_gates: Any) -> Any:
+    (xr, xz, xn), (hr, hz, hn) = (jnp.split(one, 3, -1) for one in (x, h_gates))
+    r, z = jax.nn.sigmoid(xr + hr), jax.nn.sigmoid(xz + hz)
+    h = (1 - z) * jnp.tanh(xn + r * hn) + z * state[0]
+    return h, h
+
+
+def rnn(state: Any, x: Any, h_gates: Any) -> Any:
+    h = jnp.tanh(x + h_gates)
+    return h, h
+
+
+CELLS: dict[str, tuple[Callable[..., Any], int]] = {"lstm": (lstm, 4), "gru": (gru, 3), "rnn": (rnn, 1)}  # and gates
+
+
+def recurrent_shapes(gates: int, width: int) -> Any:
+    layer = {"input": (width, gates * width), "hidden": (width, gates * width)}
+    layer |= {"input bias": (gates * width,), "hidden bias": (gates * width,)}
+    return {"layers": [{**layer, "input": (NUMBERS, gates * width)}, layer], "head": (width, CLASSES)}
+
+
+def recurrent_loss(weights: Any, x: Any, y: Any, loops: bool, cell: Callable[..., Any]) -> Any:
+    for own in weights["layers"]:
+        x = (x @ own["input"] + own["input bias"]).swapaxes(0, 1)  # of all moments at once
+        zeros = jnp.zeros((x.shape[1], own["hidden"].shape[0]))
+
+        def turn(state: Any, x: Any, own: Any = own) -> Any:
+            state = cell(state, x, state[0] @ own["hidden"] + own["hidden bias"])
+            return state, state[0]
+
+        state = zeros, zeros
+        if loops:
+            _, outputs = jax.lax.scan(turn, state, x)
+        else:
+            every = []
+            for moment in x:
+                state, output = turn(state, moment)
+                every.append(output)
+            outputs = jnp.stack(every)
+        x = outputs.swapaxes(0, 1)
+    logits = x[:, -1] @ weights["head"]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], -1).mean()
+
+
+@dataclass(frozen=True)
+class Net:
+    """What is compiled: the shapes of weights and of a batch, and the loss."""
+
+    weights: Any
+    x: Any
+    y: Any
+    loss: Callable[..., Any]
+
+
+def net_of(name: str, loops: bool, length: int, width: int) -> Net:
+    if name == "gpt":
+        tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
+        return Net(gpt_shapes(length, width, loops), tokens, tokens, lambda *given: gpt_loss(*given, loops))
+    cell, gates = CELLS[name]
+    x = jax.ShapeDtypeStruct((SERIES, length, NUMBERS), jnp.float32)
+    y = jax.ShapeDtypeStruct((SERIES,), jnp.int32)
+    return Net(recurrent_shapes(gates, width), x, y, lambda *given: recurrent_loss(*given, loops, cell))
+
+
+def step(loss_of: Callable[..., Any], weights: Any, means: Any, squares: Any, x: Any, y: Any) -> Any:
+    """A step of AdamW."""
     loss, gradients = jax.value_and_grad(loss_of)(weights, x, y)
     means = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, means, gradients)
     squares = jax.tree.map(lambda s, g: BETA2 * s + (1 - BETA2) * g * g, squares, gradients)
@@ -86,29 +166,49 @@ def cycles(program: str) -> int:
     return sum(one.cycles * turns.get(one.computation, 1) for one, _ in operations(program))
 
 
-def main(kind: str, depth: int = 12, width: int = 512) -> None:
-    from jax._src.interpreters import mlir
-
-    state, tokens = shapes(depth, width, kind == "scan"), jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
+def compiled(net: Net) -> dict[str, float]:
+    """Figures of a net's step, on one core of a v5e."""
+    is_size = lambda size: isinstance(size, tuple)  # noqa: E731
+    state = jax.tree.map(lambda size: jax.ShapeDtypeStruct(size, jnp.float32), net.weights, is_leaf=is_size)
     began = time.perf_counter()
-    jitted = jax.jit(step, donate_argnums=(0, 1, 2))
-    module = jitted.trace(state, state, state, tokens, tokens).lower(lowering_platforms=("tpu",)).compiler_ir()
-    with module.context:
-        code = mlir.module_to_bytecode(module)
-    traced = time.perf_counter()
+    jitted = jax.jit(partial(step, net.loss), donate_argnums=(0, 1, 2))
+    module = jitted.trace(state, state, state, net.x, net.y).lower(lowering_platforms=("tpu",)).compiler_ir()
+    traced, processors = time.perf_counter(), time.process_time()
     chips = topologies.get_topology_desc(
         platform="tpu", topology_name="v5e:2x4", chips_per_host_bounds=(2, 4, 1), chip_config_name="default"
     )
-    compiled = compile_for(chips.devices[:1], code)
+    program = compile_for(chips.devices[:1], module)
     seconds = time.perf_counter() - traced
-    memory = figures(compiled)["memory"]
-    estimated = cycles(compiled.hlo_modules()[0].to_string())
-    print(
-        f"{kind} {depth} x {width}: {estimated / 1e6:.2f} million cycles, {memory['temp'] / 2**20:.0f} MiB of "
-        f"temporaries, {memory['generated_code'] / 2**20:.1f} MiB of code; traced in {traced - began:.1f} s, compiled "
-        f"in {seconds:.1f} s"
-    )
+    memory = figures(program)["memory"]
+    return {
+        "cycles": cycles(program.hlo_modules()[0].to_string()),
+        "temporaries": memory["temp"],
+        "code": memory["generated_code"],
+        "traced_s": round(traced - began, 1),
+        "compiled_s": round(seconds, 1),
+        "compiled_processor_s": round(time.process_time() - processors, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("net", choices=("gpt", *CELLS))
+    parser.add_argument("form", choices=("unrolled", "scan"))
+    parser.add_argument("length", nargs="?", type=int, help="blocks (default 12) or moments (default 64)")
+    parser.add_argument("width", nargs="?", type=int, help="default 512 or 256")
+    args = parser.parse_args()
+    default = (12, 512) if args.net == "gpt" else (64, 256)
+    length, width = args.length or default[0], args.width or default[1]
+    found = compiled(net_of(args.net, args.form == "scan", length, width))
+    name = f"{args.net} {length} x {width}, {args.form}"
+    print(name, found)
+    path = HERE / "results" / "jax_scan.json"
+    kept = json.loads(path.read_text())["nets"] if path.exists() else {}
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    kept[name] = {"date": today, "load": round(os.getloadavg()[0], 1), **found}
+    report = {"machine": machine(), "compiler": releases.compiler(), "core": "v5e", "nets": kept}
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main()

@@ -1,4 +1,4 @@
-"""Networks of `networks.py` in Keras, as its users write them: images have their channels last."""
+"""Networks of `networks.py` in Keras, in its usual style: images have their channels last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 224
 
 
 class Positions(layers.Layer):
-    """Adds weights of its own to each row of a sequence; with a token, that comes first."""
+    """Adds its own weights to each row of a sequence; a token, if there is one, comes first."""
 
     def __init__(self, token: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def mlp(rows: int) -> keras.Model:
 
 
 def lstm(rows: int) -> keras.Model:
-    """Unrolled, as PyTorch's is: the compiler counts the work of a loop's body once."""
+    """Unrolled, as in PyTorch, because the compiler counts a loop's body once."""
     return keras.Sequential(
         [
             keras.Input((64, 128), rows),
@@ -75,7 +75,7 @@ def gpt(rows: int) -> keras.Model:
 
 
 class GroupedAttention(layers.Layer):
-    """Attention whose queries share keys and values, with rotary positions."""
+    """Attention with shared keys and values, with rotary positions."""
 
     def __init__(self, heads: int, shared: int, size: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def bottleneck(x: Any, width: int, stride: int) -> Any:
 
 
 def resnet50(rows: int) -> keras.Model:
-    """Version 1.5: blocks shrink the image in their 3 x 3 convolution."""
+    """Version 1.5: blocks downsample in their 3 x 3 convolution."""
     x = keras.Input((WIDTH, WIDTH, 3), rows)
     y = layers.ReLU()(convolution(x, 64, 7, 2))
     y = layers.MaxPooling2D(3, 2, padding="same")(y)

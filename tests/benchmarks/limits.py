@@ -28,8 +28,8 @@ from transformers_networks import huggingface
 import tpufit
 
 RESULTS = Path(__file__).with_name("results") / "limits.json"
-FEW = (2, 4)  # blocks that are compiled, to extrapolate from
-USABLE = {"v5e-8": 15.75, "v6e-8": 31.25}  # GiB of a core that the compiler lets a program have
+FEW = (2, 4)  # the numbers of blocks that are compiled, for the extrapolation
+USABLE = {"v5e-8": 15.75, "v6e-8": 31.25}  # the GiB of a core that a program may use
 _LLAMA = {
     "vocab_size": 128256, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
     "intermediate_size": 8192, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
@@ -51,7 +51,7 @@ BLOCKS = {"GPT-2 small": 12, "GPT-2 XL": 48, "Llama 1B": 16}
 
 @dataclass(frozen=True)
 class Row:
-    """A training: a network, its rows on each core and their length, and where.
+    """A training: a network, its rows on each core and their length, and the TPU.
 
     Attributes:
         network: One of `NETWORKS`.
@@ -59,7 +59,7 @@ class Row:
         length: The words of a row.
         rows: The rows on a core.
         remat: As in `Model.compile`.
-        extrapolated: True if only networks of few blocks are compiled.
+        extrapolated: True if only networks with few blocks are compiled.
     """
 
     network: str
@@ -71,19 +71,19 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What `--only` looks in."""
+        """The text that `--only` searches."""
         how = ", extrapolated" * self.extrapolated
         return f"{self.network}, {self.rows} x {self.length}, remat={self.remat}, {self.tpu}{how}"
 
     def found(self) -> dict[str, Any]:
-        """The figures of a step."""
+        """Return the figures of a step."""
         if not self.extrapolated:
             return asdict(self) | self._compiled(BLOCKS[self.network])
         own = [self._compiled(blocks) for blocks in FEW]
         return asdict(self) | extrapolated(own, BLOCKS[self.network], USABLE[self.tpu]) | {"compiled": own}
 
     def _model(self, blocks: int) -> tpufit.Model:
-        """The compiled model, whose weights have no values."""
+        """Return the compiled model, whose weights have no values."""
         with torch.device("meta"):
             net: nn.Module = NETWORKS[self.network](blocks, self.length)
         model = tpufit.Model(net)
@@ -126,8 +126,8 @@ class Row:
         return found
 
 
-def extrapolated(own: Sequence[Mapping[str, Any]], blocks: int, usable: float) -> dict[str, Any]:
-    """The figures of a network of so many blocks, if each adds what it adds to that of few."""
+def extrapolated(own: Sequence[Mapping[str, Any]], blocks: int, unwrap_module: float) -> dict[str, Any]:
+    """Return the figures of a network with a number of blocks, if each adds as much as in networks with few blocks."""
     few, more = own
     turns = (blocks - more["blocks"]) / (more["blocks"] - few["blocks"])
 
@@ -136,12 +136,12 @@ def extrapolated(own: Sequence[Mapping[str, Any]], blocks: int, usable: float) -
 
     found: dict[str, Any] = {"blocks": blocks, "extrapolated_from": [few["blocks"], more["blocks"]]}
     found |= {name: of(itemgetter(name)) for name in ("GiB", "temporaries_GiB", "state_GiB")}
-    found["fits"] = found["GiB"] <= usable
+    found["fits"] = found["GiB"] <= unwrap_module
     if not (few["fits"] and more["fits"]):
         return found | {"fits": False}
     found |= {name: of(itemgetter(name)) for name in ("million_cycles", "kernels", "GFLOP", "GB", "ms", "ms_of_links")}
     found["of_kernels"] = of(lambda one: one["of_kernels"] * one["million_cycles"]) / found["million_cycles"]
-    # A step has the same words, and the same chip, whatever its blocks.
+    # A step has the same words and the same chip for any number of blocks.
     found["tokens_per_second"] = more["tokens_per_second"] * more["ms"] / found["ms"]
     found["share_of_peak"] = of(lambda one: one["share_of_peak"] * one["ms"]) / found["ms"]
     return found | {"attention": more["attention"], "compiler": more["compiler"]}
@@ -151,7 +151,7 @@ POLICIES = (None, "attention", "dots", "nothing")
 ROWS = [
     *(Row("GPT-2 small", "v5e-8", 1024, 8, remat, extrapolated=False) for remat in POLICIES),
     Row("GPT-2 small", "v5e-8", 4096, 2, extrapolated=False),
-    # Beside the same rows that are compiled: how far it is to be trusted.
+    # Compared with compiled networks, to show the accuracy of the extrapolation.
     Row("GPT-2 small", "v5e-8", 1024, 8),
     Row("GPT-2 small", "v5e-8", 1024, 8, "nothing"),
     Row("Llama 1B", "v5e-8", 2048, 2),

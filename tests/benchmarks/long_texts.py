@@ -1,11 +1,11 @@
-"""GPT-2 small on long texts, with plain and with flash attention, as the TPU's compiler sees it.
+"""GPT-2 small on long texts, with plain and with flash attention, compiled for TPUs.
 
-It knows 32,768 words, and has a head of its own.
+It has 32,768 words, and an untied head.
 
     python tests/benchmarks/long_texts.py                # all rows, a quarter of an hour on two idle cores
     python tests/benchmarks/long_texts.py --only "4096, flash"    # rows with this in their name
 
-Each row is kept in results/long_texts.json when it is known. The time of kernels is an estimate of tpufit's own, see
+Each row is stored in results/long_texts.json when it is known. tpufit estimates the time of kernels, see
 `TPU.cycles_of`.
 """
 
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What `--only` looks in."""
+        """The text that `--only` searches."""
         return f"{self.length}, {self.attention}"
 
 
@@ -52,7 +52,7 @@ ROWS = [
 
 
 def compiled(row: Row) -> dict[str, Any]:
-    """The figures of a training step."""
+    """Return the figures of a training step."""
     net = GPT2(WORDS, row.length, dropout=0.0)
     net.head = nn.Linear(768, WORDS, bias=False)
     model = tpufit.Model(net)

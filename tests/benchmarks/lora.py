@@ -47,7 +47,7 @@ def adapted(length: int, blocks: int) -> nn.Module:
 
 
 def compiled(length: int, blocks: int, remat: str | None) -> dict[str, Any]:
-    """The figures of a training step."""
+    """Return the figures of a training step."""
     model = tpufit.Model(adapted(length, blocks))
     model.compile("adamw", "module", precision="bf16", remat=remat)
     words = torch.zeros(2, length, dtype=torch.long)

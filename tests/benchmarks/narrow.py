@@ -1,4 +1,4 @@
-"""What numbers of 64 bits cost: models of transformers as they come, and with ranges and words in 32 bits.
+"""Measures the cost of 64-bit numbers: unchanged models of transformers, and models with 32-bit ranges and words.
 
 python tests/benchmarks/narrow.py ["GPT-2 of transformers" ...]
 """
@@ -25,7 +25,7 @@ def _narrow_arange(*limits: Any, **options: Any) -> Tensor:
 
 
 class Narrow(nn.Module):
-    """A model all of whose ranges have 32 bits, and whose words come in 32 bits; labels stay as they are."""
+    """Return a model whose ranges and input words have 32 bits; labels are unchanged."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The networks of `tpu_programs.py`, in plain PyTorch, and how each is trained."""
+"""The networks of `tpu_programs.py`, in plain PyTorch, and their trainings."""
 
 from __future__ import annotations
 
@@ -30,21 +30,49 @@ def convolution(before: int, after: int, size: int, stride: int = 1) -> list[nn.
     return [nn.Conv2d(before, after, size, stride, padding=size // 2, bias=False), nn.BatchNorm2d(after)]
 
 
-def resnet50() -> nn.Module:
-    """25.6 million weights, images of 224 x 224."""
+def resnet50(counts: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Module:
+    """25.6 million weights, images of 224 x 224; with fewer blocks in its stages, a smaller network."""
     blocks, before = [], 64
-    for stage, count in enumerate((3, 4, 6, 3)):
+    for stage, count in enumerate(counts):
         for number in range(count):
             blocks.append(Bottleneck(before, 64 << stage, 2 if stage and not number else 1))
             before = 256 << stage
     return nn.Sequential(
         *convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1), *blocks, nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(), nn.Linear(2048, 1000),
+        nn.Flatten(), nn.Linear(before, 1000),
     )  # fmt: skip
 
 
+class ConvNeXtBlock(nn.Module):
+    """A depthwise convolution and a feed-forward net over the channels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise, self.norm = nn.Conv2d(width, width, 7, padding=3, groups=width), nn.LayerNorm(width, eps=1e-6)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.scale = nn.Parameter(torch.full((width,), 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.scale * self.feed_forward(self.norm(self.depthwise(x).permute(0, 2, 3, 1)))
+        return x + y.permute(0, 3, 1, 2)
+
+
+class ConvNeXt(nn.Module):
+    """The first stage of ConvNeXt-T, images of 224 x 224."""
+
+    def __init__(self, width: int = 96, depth: int = 2) -> None:
+        super().__init__()
+        self.patches, self.first = nn.Conv2d(3, width, 4, 4), nn.LayerNorm(width, eps=1e-6)
+        self.blocks = nn.Sequential(*[ConvNeXtBlock(width) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.patches(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.head(self.norm(self.blocks(x).mean((2, 3))))
+
+
 class Block(nn.Module):
-    """Attention and a feed-forward net. GPT-2 and ViT have the norms before them, BERT has them after the shortcut."""
+    """Attention and a feed-forward net. GPT-2 and ViT have the norms before them, BERT after the shortcut."""
 
     def __init__(
         self,
@@ -104,7 +132,7 @@ class GPT2(nn.Module):
 
 
 class BERT(nn.Module):
-    """Base: 109 million weights, with a head that tells two classes apart. Word 0 fills sentences up."""
+    """Base: 109 million weights, with a head for two classes. Word 0 pads sentences."""
 
     def __init__(self, vocabulary: int = 30522, width: int = 768, depth: int = 12) -> None:
         super().__init__()
@@ -139,7 +167,7 @@ class ViT(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention whose queries share keys and values by fours, and a feed-forward net with a gate."""
+    """Attention with one key head for four query heads, and a gated feed-forward net."""
 
     def __init__(self, width: int, heads: int, shared: int, bias: bool = False) -> None:
         super().__init__()
@@ -202,7 +230,7 @@ def mlp() -> nn.Module:
 
 
 class LSTM(nn.Module):
-    """Two layers of 256 over 64 moments of 128 numbers, whose last state is classified."""
+    """Two layers of 256 over 64 time steps of 128 numbers; the last state is classified."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -212,22 +240,33 @@ class LSTM(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
+class GRU(nn.Module):
+    """Two layers of 256; the last state is classified."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(128, width, num_layers=2, batch_first=True), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0][:, -1])
+
+
 def of_words(logits: Tensor, words: Tensor) -> Tensor:
-    """Cross entropy of (batch, length, words) and (batch, length)."""
+    """Cross-entropy of (batch, length, words) and (batch, length)."""
     return F.cross_entropy(logits.flatten(0, 1), words.flatten())
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, with AdamW and accuracy.
+    """A training, with AdamW and accuracy.
 
     Attributes:
-        make: Makes the network.
-        shape: The shape of a row of its input.
+        make: Creates the network.
+        shape: The shape of an input row.
         rows: The rows on each core.
-        loss: By tpufit's name for it, or a function.
-        words: True if a row is words of a vocabulary, and not numbers.
-        slices: The TPUs that it is compiled for.
+        loss: tpufit's name of it, or a function.
+        words: True if a row is words of a vocabulary, not numbers.
+        slices: The TPUs for which it is compiled.
         metrics: As in `Model.compile`.
         precision: As in `Model.compile`.
         remat: As in `Model.compile`.
@@ -246,7 +285,7 @@ class Training:
     peer: str = ""
 
     def batch(self, cores: int) -> tuple[Tensor, Tensor]:
-        """A batch for so many cores: no program depends on its values."""
+        """Return a batch for a number of cores: no program depends on its values."""
         x = torch.zeros(self.rows * cores, *self.shape, dtype=torch.long if self.words else torch.float32)
         return x, torch.zeros(x.shape if self.loss is of_words else len(x), dtype=torch.long)
 
@@ -267,6 +306,12 @@ TRAININGS = {
     "ViT-S/16": Training(ViT, (3, 224, 224), 64, peer="ViT-S/16"),
     "Llama 8 x 512": _text(Llama, (1024,), 2, slices=_ALL, peer="Llama"),
     "Llama of 2 blocks": _text(partial(Llama, depth=2), (1024,), 2, slices=_ALL, peer="Llama of 2 blocks"),
-    # Short enough to be compiled again and again.
+    # Short enough to be compiled repeatedly.
     "ViT of 2 blocks": Training(partial(ViT, depth=2), (3, 224, 224), 64, peer="ViT of 2 blocks"),
+    "BERT of 2 blocks": Training(partial(BERT, vocabulary=8192, width=512, depth=2), (128,), 32, words=True),
+    "Llama of 512 words": _text(partial(Llama, length=512, depth=2), (512,), 4),
+    "ResNet of 4 blocks": Training(partial(resnet50, (2, 2)), (3, 224, 224), 16),
+    "ConvNeXt of 2 blocks": Training(ConvNeXt, (3, 224, 224), 16),
+    "LSTM of 8 moments": Training(LSTM, (8, 128), 64),
+    "GRU of 8 moments": Training(GRU, (8, 128), 64),
 }

@@ -30,7 +30,7 @@ LENGTH = 64
 
 
 def digits(precision: str, seed: int) -> float:
-    """The accuracy on 360 digits."""
+    """Return the accuracy on 360 digits."""
     data = load_digits()
     order = torch.from_numpy(data.target).argsort(stable=True)  # held out: each fifth of a class
     held_out = torch.zeros(len(order), dtype=torch.bool)
@@ -45,7 +45,7 @@ def digits(precision: str, seed: int) -> float:
 
 
 def gpt(precision: str, seed: int) -> float:
-    """The mean loss of the next character, in nats, over the end of the texts."""
+    """Return the mean loss of the next character, in nats, over the end of the texts."""
     text = "".join(topics.values())
     kinds = sorted(set(text))
     numbers = torch.tensor([kinds.index(character) for character in text])

@@ -54,7 +54,7 @@ class Clock(tpufit.callbacks.Callback):
         times.append(time.perf_counter() - self.began)
 
 model.fit(x, x, batch_size=1, epochs=5, verbose=0, cores=8, callbacks=[Clock()])
-print(json.dumps({"epochs": times, "held": model._engine.state.of_a_core(model._engine.state.device.tensors)}))
+print(json.dumps({"epochs": times, "held": model._engine.state.bytes_per_core(model._engine.state.device.tensors)}))
 """
 
 
@@ -65,10 +65,10 @@ def small() -> torch.nn.Module:
 
 
 def steps() -> dict[str, Any]:
-    """Milliseconds of a step on 8 virtual cores: the median of epochs, and the bytes of state that a core holds."""
+    """Return the milliseconds of a step on 8 virtual cores, as a median, and the bytes of state on a core."""
     found: dict[str, list[float]] = {"whole": [], "split": []}
     held = {}
-    for _ in range(3):  # in turns, as the machine's speed drifts
+    for _ in range(3):  # in turns, because the machine's speed drifts
         for name, shard in (("whole", None), ("split", "fsdp")):
             environ = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": f"{ROOT}:{HERE}"}
             command = [sys.executable, "-c", STEP, json.dumps(shard)]

@@ -1,9 +1,9 @@
-"""What a user waits for before the first step: the imports.
+"""Measures the imports before the first step.
 
     python tests/benchmarks/start.py [--rounds 5]
 
-Each row is a process of its own, all of them once a round; a row's number is the median over the rounds, in seconds of
-the processor, of which other work on the machine takes less than of the time on the wall. Writes `results/start.json`.
+Each row is a separate process, once in each round; its number is the median over the rounds, in seconds of processor
+time, which depends less on other load than wall time. Writes `results/start.json`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 
 from engine import HERE, ROOT, machine, versions
 
-# What comes first and doesn't count, and what is timed after it.
+# The setup, which doesn't count, and the timed import.
 ROWS = {
     "torch": ("", "import torch"),
     "tpufit after torch": ("import torch", "import tpufit; tpufit.Model"),

@@ -1,4 +1,4 @@
-"""Traces a training step as users of torch_xla write it by hand: `tpu_by_hand.py NAME FOLDER`."""
+"""Traces a training step as users of torch_xla write it: `tpu_by_hand.py NAME FOLDER`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tpufit.runtime import tracing_for
 
 
 def traced(training: Training) -> tuple[bytes, dict[str, Any]]:
-    """The program of a step, and the facts about it."""
+    """Return the program of a step, and the facts about it."""
     torch_xla.runtime.use_spmd()
     device, mesh = torch_xla.device(), spmd.get_1d_mesh("data")
     net = training.make().to(device)
@@ -34,7 +34,7 @@ def traced(training: Training) -> tuple[bytes, dict[str, Any]]:
     for tensor in batch:
         spmd.mark_sharding(tensor, mesh, ("data", *[None] * (tensor.ndim - 1)))
     xla = torch_xla._XLAC
-    torch_xla.sync()  # so that all of it is on the device
+    torch_xla.sync()  # so that everything is on the device
     held, sent = (set(xla._get_tensors_handle(tensors)) for tensors in (state, batch))
     loss_of = F.cross_entropy if training.loss == "cross_entropy" else training.loss
 
@@ -48,7 +48,7 @@ def traced(training: Training) -> tuple[bytes, dict[str, Any]]:
         total += loss.detach() * len(x)
         hits += (predicted.argmax(-1) == y).sum()
 
-        # What `torch_xla.sync()` would compute: all that is alive, and so the gradients, which go at the next step.
+        # What `torch_xla.sync()` would compute: all live tensors, including gradients.
         roots = [*state, *(parameter.grad for parameter in net.parameters())]
         _, values = xla._get_tensors_xla_device_data_node(roots)
         arguments = []

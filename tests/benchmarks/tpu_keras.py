@@ -29,7 +29,7 @@ State = tuple[Any, Any, Any, Any, Any]
 
 
 def lowered(training: Training, on: Slice) -> Any:
-    """The step, lowered for a slice."""
+    """Return the step, lowered for a slice."""
     keras.config.set_dtype_policy({"bf16": "mixed_bfloat16", "fp32": "float32"}[training.precision])
     x, y = (tensor.numpy() for tensor in training.batch(on.devices))
     x = np.moveaxis(x, 1, -1) if x.ndim == 4 else x  # channels last
@@ -58,7 +58,7 @@ def lowered(training: Training, on: Slice) -> Any:
         accuracy.variables,
     )  # fmt: skip
     given = [[jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=whole) for v in part] for part in variables]
-    # Of 32 bits, as JAX makes them.
+    # 32 bits, JAX's default.
     batch = [
         jax.ShapeDtypeStruct(a.shape, "float32" if a.dtype == "float32" else "int32", sharding=divided) for a in (x, y)
     ]
@@ -74,7 +74,7 @@ def main(name: str, folder: Path, on: Slice, compiles: bool) -> None:
         facts |= {"lines": [], "precision": training.precision, "remat": False}
         (folder / TRACED).write_text(json.dumps({"0": facts}))
         return
-    # With JAX 0.7.2 it ends the process where there is no TPU; it only matters to who calls the program.
+    # With JAX 0.7.2 it ends the process without a TPU; it matters only when the program is called.
     pxla.is_default_layout = lambda *_: True
     began = time.perf_counter()
     compiled = program.compile()

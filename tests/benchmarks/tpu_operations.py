@@ -45,7 +45,7 @@ class Line:
 
     @property
     def calls(self) -> str:
-        """The computation that it calls: of fused operations, or a loop's body."""
+        """The computation that it calls: fused operations, or a loop's body."""
         found = re.search(r"\b(?:calls|body)=%([\w.-]+)", self.text)
         return found[1] if found else ""
 
@@ -68,7 +68,7 @@ class Text:
                 self.parts[name] = []
             for made, _ in operations(text):
                 types = _TYPE.findall(text.partition(" = ")[2].partition(f" {made.kind}(")[0])
-                # Of a copy that runs beside others, the copy itself.
+                # For an asynchronous copy, the copy itself.
                 types = (
                     types[made.kind == "slice-start" :][:1] if made.kind.startswith(("copy-s", "slice-s")) else types
                 )
@@ -78,7 +78,7 @@ class Text:
         self.weights = {math.prod(array.shape) for array in state if array.dtype == "f32" and len(array.shape) > 1}
 
     def own(self, part: str) -> Iterator[Line]:
-        """The operations of a part, and of its loops' bodies, that do or move anything."""
+        """Return the operations of a part, and of its loops' bodies, that compute or move anything."""
         for line in self.parts[part]:
             if line.made.kind == "while":
                 yield from self.own(line.calls)
@@ -86,11 +86,11 @@ class Text:
                 yield line
 
     def inner(self, line: Line) -> list[Line]:
-        """The operations that are fused in one, or itself."""
+        """Return the operations that are fused in an operation, or the operation itself."""
         return [deep for one in self.parts.get(line.calls, ()) for deep in self.inner(one)] or [line]
 
     def kind(self, line: Line) -> str:
-        """The kind of work that an operation does."""
+        """Return the kind of an operation's work."""
         kind, inner = line.made.kind.removesuffix("-start"), self.inner(line)
         if kind in COLLECTIVES:
             return "sums between cores"
@@ -103,12 +103,12 @@ class Text:
             return f"products {'backward' if backward else 'forward'}" if any(known) else "products of activations"
         if kind in ("copy", "slice") or {one.made.kind for one in inner} <= _MOVES | _FREE:
             return "copies, slices and casts"
-        # What autograd adds up stands in the loss's scope, so that only the operation itself tells of the loss.
+        # Sums of autograd are in the loss's scope, so only the operation itself identifies the loss.
         places = " ".join(one.place for one in (line, *inner)).replace("~loss and metrics", "") + line.place
         return next((kind for kind, words in _PLACES.items() if re.search(words, places)), "sums for biases, and other")
 
     def nbytes(self, line: Line) -> Counter[str]:
-        """The bytes that an operation reads and writes, by memory."""
+        """Return the bytes that an operation reads and writes, by memory."""
         operands = [one for name in line.made.operands if name in self.made for one in self.made[name].types]
         if line.made.kind == "slice-start":
             operands = [one.replace("S(1)", "") for one in line.types]
@@ -118,14 +118,14 @@ class Text:
         return sums
 
     def of_indices(self) -> tuple[int, int]:
-        """The cycles and the number of the operations that make whole numbers alone: indices, ranges, random bits."""
+        """Return the cycles and the number of operations with only integer results: indices, ranges, random bits."""
         lines = [line for line in self.own(self.entry) if {array.dtype for array in line.made.arrays} <= _WHOLE]
         found = [line.made.cycles for line in lines if any(array.nbytes > 64 for array in line.made.arrays)]
         return sum(found), len(found)
 
     def fullest(self) -> Counter[str]:
-        """The bytes that are live in main memory at the program's fullest moment, by the arrays' types."""
-        source: dict[str, set[str]] = {}  # the operations whose results a name stands for
+        """Return the bytes in main memory at the program's peak, by the arrays' types."""
+        source: dict[str, set[str]] = {}  # the operations whose results a name refers to
         last: dict[str, int] = {}
         lines = self.parts[self.entry]
         for i, line in enumerate(lines):
@@ -148,7 +148,7 @@ class Text:
 
 
 def compared(texts: Mapping[str, Text]) -> list[list[str]]:
-    """The operations of both programs by kind, as the rows of a table."""
+    """Return the operations of both programs by kind, as the rows of a table."""
     sums: dict[str, dict[str, Counter[str]]] = {}
     for name, text in texts.items():
         for line in text.own(text.entry):
@@ -163,7 +163,7 @@ def compared(texts: Mapping[str, Text]) -> list[list[str]]:
 
 
 def largest(text: Text, count: int) -> list[list[str]]:
-    """A program's operations that read and write most, as the rows of a table."""
+    """Return a program's operations that read and write most, as the rows of a table."""
     rows = [["operation", "kind", "of", *list(_UNITS)[1:], "results"]]
     for line in sorted(text.own(text.entry), key=lambda line: -text.nbytes(line).total())[:count]:
         name, sums = re.search(r'op_name="([^"]*)"', line.text), text.nbytes(line)
@@ -175,7 +175,7 @@ def largest(text: Text, count: int) -> list[list[str]]:
 
 
 def show(rows: list[list[str]]) -> None:
-    """Print rows as a Markdown table, of which the first is the head."""
+    """Print rows as a Markdown table; the first row is the head."""
     for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]:
         print(f"| {' | '.join(row)} |")
 

@@ -1,4 +1,4 @@
-"""The steps of peers, traced and compiled as a preflight does tpufit's: each by a script of its own."""
+"""The steps of peers, traced and compiled as a preflight does for tpufit: each by a separate script."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Peer(PreflightRun):
 
 
 class ByHand(Peer):
-    """A step that is written with torch_xla alone, compiled with the flags that torch_xla starts a TPU with."""
+    """A step that uses only torch_xla, compiled with torch_xla's flags for TPUs."""
 
     def trace(self, plan: PreflightPlan, folder: Path) -> dict[str, Any]:
         environ = ENVIRON | {"CPU_NUM_DEVICES": str(plan.cores)}
@@ -41,10 +41,10 @@ class ByHand(Peer):
 
 
 class Keras(Peer):
-    """A step of Keras 3 on JAX, compiled by JAX with its own flags."""
+    """A step of Keras 3 on JAX, compiled by JAX with its flags."""
 
     def trace(self, plan: PreflightPlan, folder: Path) -> dict[str, Any]:
-        self._run(folder, "v5e-8")  # the program is the same for all of 8 cores
+        self._run(folder, "v5e-8")  # the program is the same for all 8 cores
         traced: dict[str, Any] = json.loads((folder / TRACED).read_text())
         return traced
 
@@ -53,7 +53,7 @@ class Keras(Peer):
         compiled = json.loads((folder / f"0.{on.name}.json").read_text())
         (folder / "0.before.txt").write_text(as_text((folder / "0.hlo").read_bytes()))
         after = (folder / f"0.{on.name}.txt").read_text()
-        # Of no argument is known what it is for: none of the figures tells them apart.
+        # The purpose of arguments is unknown: the figures don't distinguish them.
         arguments = [{"source": "state", "name": ""} for _ in arguments_of(after)]
         return [analyse(traced["0"] | {"arguments": arguments}, compiled, "", after, on)]
 

@@ -40,7 +40,7 @@ from tpufit.preflight.script import run_script
 from tpufit.preflight.slices import Slice, slice_of
 from tpufit.runtime import has_flash, keeps_bfloat16
 
-SMALL = ("v3-8", "v5e-8", "v6e-8")  # of 8 cores each: one trace does for all
+SMALL = ("v3-8", "v5e-8", "v6e-8")  # of 8 cores each: one trace serves all
 CORES = 8
 TRAININGS = OWN | PAIRS
 EXAMPLES = {
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--anew", action="store_true", help="compile also what is known")
     parser.add_argument("--texts", type=Path, metavar="DIR", help="keep the programs that are compiled, as text")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="where results are kept (default: results/)")
-    parser.add_argument("--network", help=argparse.SUPPRESS)  # in a process for it
+    parser.add_argument("--network", help=argparse.SUPPRESS)  # in a separate process
     args = parser.parse_args()
     path = args.out / FILES[args.contender]
     report = json.loads(path.read_text()) if path.exists() else {"programs": []}
@@ -107,10 +107,10 @@ def compiler() -> dict[str, str]:
 
 
 def in_a_process(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The figures of a network, whose script or trace may end the process."""
+    """Return the figures of a network, whose script or trace may end the process."""
     command = [sys.executable, __file__, "--network", name, "--contender", args.contender, *["--anew"] * args.anew]
     command += ["--out", str(args.out.resolve())] + (["--texts", str(args.texts.resolve())] if args.texts else [])
-    with tempfile.TemporaryDirectory() as folder:  # examples leave files where they run
+    with tempfile.TemporaryDirectory() as folder:  # examples leave files in the working directory
         process = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     for line in reversed(process.stdout.splitlines()):
         if process.returncode == 0 and line.startswith("["):

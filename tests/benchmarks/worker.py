@@ -11,7 +11,7 @@ import statistics
 import sys
 from typing import Any
 
-from measure import WARM_UP, Clock, Missing, peak_megabytes
+from measure import WARM_UP, Clock, Missing, core_megabytes, peak_megabytes
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _result(clock: Clock, spec: dict[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {"peak_mb": peak_megabytes()}
+    result: dict[str, Any] = {"peak_mb": peak_megabytes()} | core_megabytes()
     if spec["kind"] == "first":
         return result | {"first_step_s": clock.reached[0], "fifth_step_s": clock.reached[1]}
     result["loss"] = clock.loss

@@ -1,4 +1,4 @@
-"""Processes that faults are injected into from outside."""
+"""Processes into which tests inject faults from outside."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 import processes
 
 FAULTS = Path(__file__).resolve().parent
-# For `run_python`: the child finds `training`, and the checkout's tpufit.
+# For `run_python`: the child can import `training`, and the checkout's tpufit.
 ENV = {"PYTHONPATH": os.pathsep.join([str(FAULTS.parents[1]), str(FAULTS)])}
 
 
 class Child:
-    """A Python process that is at work, and what it has said so far."""
+    """A running Python process, and its output so far."""
 
     def __init__(self, process: Any, out: Path, err: Path, timeout: float) -> None:
         self.process, self._out, self._err, self._end = process, out, err, time.monotonic() + timeout
@@ -34,9 +34,9 @@ class Child:
         return self._err.read_text(errors="replace")
 
     def wait_for(self, line: str) -> None:
-        """Wait until it has said a line."""
+        """Wait until it has printed a line."""
         while line not in self.output.splitlines():
-            assert not processes._exited(self.process), f"it ended without {line!r}\n{self.output}\n{self.errors}"
+            assert not processes.has_exited(self.process), f"it ended without {line!r}\n{self.output}\n{self.errors}"
             assert time.monotonic() < self._end, f"it never said {line!r}\n{self.output}\n{self.errors}"
             time.sleep(0.01)
 
@@ -44,25 +44,26 @@ class Child:
         os.kill(self.process.pid, number)
 
     def end(self) -> int:
-        """Wait for its end. Returns its exit status, negative after a signal."""
+        """Wait for its end, and return its exit status, which is negative after a signal."""
         assert processes.ends(self.process, lambda: self._end), f"it never ended\n{self.output}\n{self.errors}"
         return int(self.process.wait())
 
 
 @contextmanager
-def started(code: str, folder: Path, timeout: float = 240) -> Iterator[Child]:
-    """Run code that may `from training import *`. Whatever happens, it is gone afterwards."""
+def started(code: str, folder: Path, timeout: float = 240, fresh: bool = False) -> Iterator[Child]:
+    """Run code that may `from training import *`, optionally in a new Python. Afterwards the process is killed."""
     out, err = folder / "stdout", folder / "stderr"
     with out.open("wb") as stdout, err.open("wb") as stderr:
         command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)]
         environment = {**os.environ, **ENV}
-        with processes.process_group(command, stdout=stdout, stderr=stderr, cwd=folder, env=environment) as process:
+        where = {"stdout": stdout, "stderr": stderr, "cwd": folder, "env": environment}
+        with processes.process_group(command, fresh=fresh, **where) as process:
             yield Child(process, out, err, timeout)
 
 
 @functools.cache
 def reference(cores: int) -> str:
-    """The digest of the training that nothing happens to."""
+    """Return the digest of an undisturbed training."""
     command = [sys.executable, "-c", f"from training import *; print(run({cores}))"]
     ended = processes.run(command, timeout=240, env={**os.environ, **ENV})
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""Kill -9 for each kind of state of `test_states.py`: what was saved in mid-epoch is enough to go on with, to the bit.
+"""Kills a training with each kind of state of `test_states.py` by kill -9, and checks that it resumes bit for bit.
 
     python tests/faults/kill_states.py [NAME ...]
 
@@ -17,20 +17,23 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch_xla  # noqa: F401 - imported once, for all that are forked
 from test_states import CASES, differences, train
 
 from tpufit.callbacks import Callback, ModelCheckpoint
 
-LIMIT = 60.0  # seconds in which the first checkpoint must be written
+if find_spec("torch_xla") is not None:
+    import torch_xla  # noqa: F401 - imported once, for all that are forked
+
+LIMIT = 60.0  # the time limit for the first checkpoint, in seconds
 
 
 class Killed(Callback):
-    """Kills the process at a step, once a checkpoint is there."""
+    """Kills the process at a step, after a checkpoint exists."""
 
     reads_weights = False
 
@@ -47,13 +50,13 @@ class Killed(Callback):
 
 
 def status_of(work: Callable[[], None]) -> int:
-    """Run something in a process of its own. Returns its exit status, negative after a signal."""
+    """Run a function in a separate process, and return its exit status, which is negative after a signal."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
         warnings.simplefilter("ignore")
-        torch.set_num_threads(1)  # nets this small: several threads would wait for each other
+        torch.set_num_threads(1)  # the nets are so small that several threads would wait for each other
         work()
         os._exit(0)
     except BaseException:
@@ -62,7 +65,7 @@ def status_of(work: Callable[[], None]) -> int:
 
 
 def lost_by(name: str, where: Path) -> list[str]:
-    """What differs after a kill from the training that was never killed."""
+    """Return the differences between a killed and resumed training and an undisturbed training."""
     make, _ = CASES[name]
     moments = random.Random(name)
     frequency = moments.choice([1, 2, 3])
@@ -86,7 +89,7 @@ def lost_by(name: str, where: Path) -> list[str]:
 
 
 def main(names: list[str]) -> int:
-    """Returns how many cases have lost anything."""
+    """Return the number of cases that lost data."""
     chosen = names or [name for name, (_, said) in CASES.items() if not said]
     lost = 0
     for name in chosen:

@@ -1,4 +1,4 @@
-"""A callback raises in a hook: the error names it, the others' files are closed, and the model goes on."""
+"""A callback raises in a hook: the error names it, other callbacks close their files, and the model stays usable."""
 
 import threading
 import traceback
@@ -40,7 +40,7 @@ class Raising(Callback):
 
 
 class Writes(Callback):
-    """Keeps a file open while training lasts."""
+    """Keeps a file open during training."""
 
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""Data that break off, hang or are no data: each ends `fit` with an error that says what it was, in time."""
+"""Data that stop, hang or are invalid: `fit` ends with a clear error, in time."""
 
 import numpy as np
 import pytest
@@ -9,10 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 import tpufit
 from tpufit.errors import DataError, LabelError
 
-pytestmark = [
-    pytest.mark.cores(1, 8, timeout=300, quick=False),
-    pytest.mark.filterwarnings("ignore:the device waited for data"),  # for workers to start
-]
+pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
 X = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
 Y = np.arange(60) % 3
@@ -70,7 +67,7 @@ def test_an_iterable_that_raises_does_not_end_the_epoch(cores):
         compiled().fit(Batches(), epochs=2, verbose=0, cores=cores)
 
 
-def test_labels_that_the_module_has_no_class_for(cores):
+def test_labels_outside_the_modules_classes(cores):
     labels = Y.copy()
     labels[50] = 99
     with pytest.raises(LabelError, match="label 99 is outside the module's 3 classes"):
@@ -90,7 +87,7 @@ def test_a_batch_without_rows(cores):
 
 
 def test_60_rows_are_the_same_on_any_number_of_cores(cores):
-    """On 8 cores each has 7 or 8 of them. Compared with plain PyTorch, which knows of no cores."""
+    """On 8 cores each has 7 or 8 of them. Compared with plain PyTorch, which has no cores."""
     model = compiled()
     history = model.fit([(torch.from_numpy(X), torch.from_numpy(Y))], epochs=6, verbose=0, cores=cores).history
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A program on 8 cores whose loader's worker raises, is killed or hangs: it ends, in time, and says why."""
+"""A program on 8 cores whose loader's worker raises, is killed or hangs ends in time, with the reason."""
 
 import pytest
 
@@ -42,7 +42,7 @@ WORKERS = """
             "killed by signal 9",
             marks=pytest.mark.soak,
         ),
-        ("time.sleep(600)", "gave nothing for 5 s (its timeout)"),
+        ("time.sleep(600)", "returned nothing for 5 s (its timeout)"),
     ],
     ids=["raises", "killed", "hangs"],
 )

@@ -1,4 +1,4 @@
-"""The device runs out of memory, or Ctrl-C comes in the middle of a step: what is left, and how training goes on."""
+"""The device runs out of memory, or Ctrl-C comes in the middle of a step: what remains, and how training continues."""
 
 import signal
 from functools import partial
@@ -24,7 +24,7 @@ Y = GENERATOR.integers(0, 4, 256)
 
 
 class Greedy(nn.Module):
-    """With its momentum 17 MB, enough for its memory to be given to each step; on demand it asks for a terabyte."""
+    """With its momentum 17 MB, enough that its memory is donated to each step; on request it allocates a terabyte."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ def fit(model, cores, epochs=1, **options):
 
 
 class Notes(Callback):
-    """What it finds when training ends."""
+    """Records the state when training ends."""
 
     def on_train_end(self, logs=None):
         self.lost = bool(engine_of(self.model).state.device.lost)
@@ -63,8 +63,8 @@ class Notes(Callback):
 
 @pytest.mark.parametrize("jit_compile", ["auto", pytest.param(False, marks=pytest.mark.soak)])
 @pytest.mark.soak_on(1)
-def test_a_step_that_runs_out_of_memory_says_so_and_its_weights_come_back(cores, tmp_path, jit_compile):
-    """A real one: the error comes out where something waits, several steps later."""
+def test_a_step_out_of_memory_is_an_error_and_recoverable(cores, tmp_path, jit_compile):
+    """A real failure: the error is raised at a wait, several steps later."""
     model, notes = large(jit_compile=jit_compile), Notes()
     tensors = list(model.module.parameters())
     fit(model, cores)
@@ -94,7 +94,7 @@ def test_a_step_that_runs_out_of_memory_says_so_and_its_weights_come_back(cores,
 
 
 @pytest.mark.soak_on(8)
-def test_a_whole_state_is_given_new_values_where_it_is(cores):
+def test_a_whole_state_gets_new_values_in_place(cores):
     model = large(use_ema=True)
     fit(model, cores)
     tensors = list(engine_of(model).state.tensors()[0].values())
@@ -112,7 +112,7 @@ def test_a_whole_state_is_given_new_values_where_it_is(cores):
 
 
 @pytest.mark.soak_on(8)
-def test_fit_goes_on_from_a_checkpoint_in_the_same_process(cores, tmp_path):
+def test_fit_resumes_from_a_checkpoint_in_the_same_process(cores, tmp_path):
     expected, model = large(use_ema=True), large(use_ema=True)
     history = fit(expected, cores, 3)
 
@@ -123,15 +123,16 @@ def test_fit_goes_on_from_a_checkpoint_in_the_same_process(cores, tmp_path):
     checkpoint = ModelCheckpoint(tmp_path)
     with pytest.raises(StateLostError):
         fit(model, cores, 3, callbacks=[checkpoint, Greed()])
-    assert checkpoint.checkpoints.run.steps() == [8, 16]  # nothing was saved of the epoch that failed
+    assert checkpoint.checkpoints.run.steps() == [8, 16]  # nothing of the failed epoch was saved
     model.module.greedy = False
     assert fit(model, cores, 3, callbacks=[checkpoint], resume=True) == history
     for name, value in model.state_dict().items():
         assert torch.equal(value, expected.state_dict()[name]), name
 
 
-def test_what_is_left_of_models_that_failed_is_no_fault_of_others(cores):
-    """They are kept, as in a notebook, with the results of the steps that were under way."""
+@pytest.mark.soak_on(8)
+def test_failed_models_dont_affect_others(cores):
+    """They are referenced, as in a notebook, with the results of pending steps."""
     failed = [large() for _ in range(4)]
     for model in failed:
         model.module.greedy = True
@@ -142,8 +143,8 @@ def test_what_is_left_of_models_that_failed_is_no_fault_of_others(cores):
 
 
 @pytest.mark.soak_on(8)
-def test_weights_that_were_copied_from_others_are_trained_on(cores):
-    """A copy on the device shares its memory with the original, and can be given away only once."""
+def test_copied_weights_can_be_trained(cores):
+    """A copy on the device shares memory with the original, which can be donated only once."""
 
     class CopiesALayer(Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -157,7 +158,7 @@ def test_weights_that_were_copied_from_others_are_trained_on(cores):
 
 
 @pytest.mark.soak_on(8)
-def test_weights_that_are_not_all_there_bring_nothing_back(cores):
+def test_incomplete_weights_restore_nothing(cores):
     model = large()
     fit(model, cores)
     weights = model.state_dict()
@@ -167,14 +168,14 @@ def test_weights_that_are_not_all_there_bring_nothing_back(cores):
     part = {name: value for name, value in weights.items() if "4.bias" not in name}
     with (
         pytest.warns(UserWarning, match=r"missing in the weights: layers\.4\.bias"),
-        pytest.raises(StateLostError, match=r"^layers\.4\.bias can't be brought back"),
+        pytest.raises(StateLostError, match=r"^layers\.4\.bias can't be restored"),
     ):
         model.load_state_dict(part, skip_mismatch=True)
     assert engine_of(model).state.device.lost
 
 
 @pytest.mark.soak_on(1)
-def test_an_evaluation_that_runs_out_of_memory_costs_no_weights(cores):
+def test_an_evaluation_out_of_memory_keeps_the_weights(cores):
     model = large()
     fit(model, cores)
     before = model.state_dict()
@@ -189,15 +190,14 @@ def test_an_evaluation_that_runs_out_of_memory_costs_no_weights(cores):
 
 @pytest.mark.soak_on(8)
 def test_an_interrupt_right_after_the_start_of_a_step_loses_nothing(cores, monkeypatch):
-    def then_interrupted(function, *arguments):
-        """As `map`, with a signal before anything of Python's runs."""
+    def then_interrupted(*parts):
+        """As `chain`, with a signal before any other Python runs."""
         calls.append(1)
-        started = map(function, *arguments)
-        return chain(started, filter(signal.raise_signal, [signal.SIGINT])) if len(calls) == 5 else started
+        return chain(*parts, filter(signal.raise_signal, [signal.SIGINT])) if len(calls) == 5 else chain(*parts)
 
     model, calls = large(), []
     fit(model, cores)
-    monkeypatch.setattr(graph, "map", then_interrupted, raising=False)
+    monkeypatch.setattr(graph, "chain", then_interrupted)
     with pytest.raises(KeyboardInterrupt):
         fit(model, cores, 2)
     assert len(calls) == 5 and not engine_of(model).state.device.lost
@@ -212,14 +212,14 @@ def test_an_interrupt_right_after_the_start_of_a_step_loses_nothing(cores, monke
 
 
 class Looks(Callback):
-    """Has the weights put back into the module before each step, and taken out again for it."""
+    """Has the weights written back into the module before each step, and taken out again."""
 
     def on_train_batch_begin(self, batch, logs=None): ...
 
 
 @pytest.mark.soak_on(8)
 @pytest.mark.parametrize("at", range(4, 60, 9))
-def test_an_interrupt_while_weights_are_handed_over_loses_nothing(cores, monkeypatch, at):
+def test_an_interrupt_during_write_back_loses_nothing(cores, monkeypatch, at):
     real, countdown = device_state.swap_value, iter(range(at))
 
     def swap_value(*arguments):

@@ -1,4 +1,4 @@
-"""Disks that are full, folders that can't be written to or belong to somebody else, and checkpoints that don't fit."""
+"""Disks that are full, folders that are read-only or belong to others, and checkpoints that don't fit."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from torch import nn
 import tpufit
 from tpufit.callbacks import ModelCheckpoint
 from tpufit.checkpoint import CheckpointDirectory
-from tpufit.checkpoint.store import sealed
+from tpufit.checkpoint.store import seal
 from tpufit.errors import ArgumentError, CheckpointDamagedError, CheckpointMismatchError
 
 X, Y = torch.ones(8, 4), torch.tensor([0, 1] * 4)
@@ -27,7 +27,7 @@ def model(width=6, optimizer="adamw", bias=True, dtype=torch.float32):
     return made
 
 
-# A small disk of its own where that is allowed, else a limit on the size of a file: then the words are others.
+# A separate small disk if allowed, else a limit on the size of files, which has other messages.
 FULL = """
     import os, resource, signal, subprocess, sys
     if "small" not in sys.argv:
@@ -96,11 +96,11 @@ def test_a_disk_that_fills_up(tmp_path, run_python):
         assert re.search(words, line), line
     assert sum(line.startswith("error: ") for line in lines) == 1  # the third in a row ends training
     assert lines[-1].startswith("sync: ")
-    assert step - kept in (3, 4)  # it is told at the end of the next step at the latest
+    assert step - kept in (3, 4)  # the error is raised at the end of the next step at the latest
     assert newest == (str(kept) if kept else "None")
 
 
-# Each write beyond a limit is refused, after a part of it: as on a full disk, but for the words.
+# Each write beyond a limit is refused, after a part of it: as on a full disk, except for the message.
 FULL_FILES = """
     import os, resource, sys, warnings
     sys.path.insert(0, {tests!r})
@@ -147,10 +147,10 @@ def test_a_full_disk_is_a_warning_and_the_third_in_a_row_an_error(tmp_path, run_
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
     assert [line[0] for line in lines] == ["1", "2", "4", "5", "6"], ended.stdout
-    assert all("File too large" in line and "Training goes on" in line for line in lines[:-1])
+    assert all("File too large" in line and "Training continues" in line for line in lines[:-1])
     assert lines[-1] == "6 error File too large"
     assert "Traceback" not in ended.stderr
-    if kind == "csv":  # what waited is written, once
+    if kind == "csv":  # pending rows are written once
         text = "".join(f"{epoch},{9.0 - epoch},{9.0 - epoch}\n" for epoch in range(7))
         assert (tmp_path / "log.csv").read_text() == f"epoch,loss,val_loss\n{text}"
     elif kind == "weights":
@@ -206,10 +206,10 @@ def test_two_trainings_in_one_folder(tmp_path, run_python):
         child.send(9)
         child.end()
     again = run_python("from training import *; run(1, 'run', Say(), resume=True, epochs=1, keep=2)", env=children.ENV)
-    assert again.returncode == 0, again.stderr  # its lock is nobody's any more
+    assert again.returncode == 0, again.stderr  # its lock is free
 
 
-def test_training_never_begins_anew_when_all_checkpoints_are_damaged(tmp_path):
+def test_training_never_restarts_if_all_checkpoints_are_damaged(tmp_path):
     made = model()
     for step in (1, 2):
         made.save(tmp_path / f"step-{step:010d}")
@@ -240,14 +240,14 @@ def test_a_checkpoint_of_another_net_is_refused_and_changes_nothing(tmp_path, ma
 
 
 @pytest.mark.parametrize("change", [{"more": 1}, {"jit_compile": {}}, {"metrics": 7}])
-def test_arguments_of_compile_that_cannot_be_are_one_sentence(tmp_path, change):
+def test_invalid_arguments_of_compile_are_one_sentence(tmp_path, change):
     model().save(tmp_path / "saved")
     state = json.loads((tmp_path / "saved" / "state.json").read_text())
     content = json.dumps(state | {"compile": state["compile"] | change}).encode()
     (tmp_path / "saved" / "state.json").write_bytes(content)
     manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
     manifest["files"]["state.json"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (tmp_path / "saved" / "manifest.json").write_text(sealed(manifest))
+    (tmp_path / "saved" / "manifest.json").write_text(seal(manifest))
     with pytest.raises((CheckpointDamagedError, ArgumentError)):
         tpufit.load(tmp_path / "saved", model().module)
 
@@ -257,7 +257,7 @@ def test_arguments_of_compile_that_cannot_be_are_one_sentence(tmp_path, change):
     [
         ("run/{loss.__class__}.safetensors", "must be a plain name.*'loss.__class__'"),
         ("run/{epoch}/../../{loss!s}.safetensors", "must be a plain name"),
-        ("run/{a/b}.safetensors", "is no template"),
+        ("run/{a/b}.safetensors", "is not a valid template"),
         ("run/\0{epoch}.safetensors", "without NUL"),
         ("ru\0n", "without NUL"),
         ("a" * 300, "at most 200 bytes"),
@@ -265,7 +265,7 @@ def test_arguments_of_compile_that_cannot_be_are_one_sentence(tmp_path, change):
         ("run/{epoch:0300d}.safetensors", "longer than 200"),
     ],
 )
-def test_names_that_lead_elsewhere(tmp_path, monkeypatch, path, message):
+def test_names_that_leave_the_folder(tmp_path, monkeypatch, path, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ArgumentError, match=message):
         ModelCheckpoint(path)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds is all that there is to go on from: with it nothing changes, without a part of it it does."""
+"""A checkpoint contains all state for resuming: with it results are equal, without any part of it they differ."""
 
 import json
 
@@ -82,13 +82,13 @@ def test_fifty_steps_with_saves_and_validation_compile_nothing_more(run_python):
     assert len(set(counts[1:])) == 1, counts
 
 
-# What each does to a checkpoint of step 6; all but the first two leave something out.
+# Changes to a checkpoint of step 6; all except the first two remove something.
 MUTATED = """
 import json, hashlib, shutil, sys, warnings
 from pathlib import Path
 import safetensors.torch
 from training import *
-from tpufit.checkpoint.store import sealed
+from tpufit.checkpoint.store import seal
 from tpufit.errors import CheckpointError
 
 def changed(name, state=lambda s: None, tensors=lambda t: None, manifest=lambda m: None):
@@ -106,7 +106,7 @@ def changed(name, state=lambda s: None, tensors=lambda t: None, manifest=lambda 
         data = (folder / file).read_bytes()
         entry.update(size=len(data), sha256=hashlib.sha256(data).hexdigest())
     manifest(own)
-    (folder / "manifest.json").write_text(sealed(own))
+    (folder / "manifest.json").write_text(seal(own))
     return folder
 
 def zero(prefix):
@@ -164,7 +164,7 @@ print("warned:", *[w.message for w in caught if "bit-exact" in str(w.message)], 
 
 
 @pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.soak), 8])
-def test_whatever_is_left_out_of_a_checkpoint_is_missed(run_python, cores):
+def test_every_part_of_a_checkpoint_is_needed(run_python, cores):
     ended = run_python(MUTATED.replace("CORES", str(cores)), env=children.ENV, timeout=240)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
@@ -173,7 +173,7 @@ def test_whatever_is_left_out_of_a_checkpoint_is_missed(run_python, cores):
     assert found.pop("nothing") == expected
     assert len(found) == 11
     assert [name for name, digest in found.items() if digest == expected] == []
-    assert "going on from step 6 is not bit-exact: torch_xla: 2.7.1 -> 2." in lines[-1]
+    assert "resuming from step 6 is not bit-exact: torch_xla: 2.7.1 -> 2." in lines[-1]
 
 
 @pytest.mark.soak
@@ -190,6 +190,6 @@ def test_on_four_cores_instead_of_eight(run_python):
         """,
         env=children.ENV,
     )
-    # Two batches of 32 rows of that epoch were done: four of its eight of 16 are left, and the eight of the next epoch.
+    # Two batches of 32 rows of that epoch were done: four of its eight of 16 remain, and the eight of the next epoch.
     assert ended.stdout.strip() == "18", ended.stderr
-    assert "going on from step 6 is not bit-exact: cores: 8 -> 4" in ended.stderr
+    assert "resuming from step 6 is not bit-exact: cores: 8 -> 4" in ended.stderr

@@ -1,4 +1,4 @@
-"""Kill -9, at every write of a checkpoint and at random moments: what was committed is there, and whole."""
+"""Kill -9 at every write of a checkpoint and at random moments: committed checkpoints exist, and are complete."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ import children
 import processes
 import pytest
 
-# A process of its own forks one for each kill, before any thread of torch's has begun.
+# A separate process forks one for each kill, before torch has started threads.
 KILLED_AT_EACH_WRITE = """
 import os, shutil, signal, sys, warnings
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_after_each_write_of_a_checkpoint(run_python):
     ended = run_python(KILLED_AT_EACH_WRITE)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     counts = dict(line.rsplit(" ", 1) for line in ended.stdout.splitlines() if not line.startswith("killed"))
-    # Each file is written and flushed; a folder is made, renamed and flushed; one of the same step is moved, then gone.
+    # Each file is written and synced; a folder is created, renamed and synced; an equal step is moved, then deleted.
     assert int(counts["next"]) >= 10
     assert int(counts["same step"]) > int(counts["next"])
     assert int(counts["prune"]) > int(counts["next"])
@@ -141,7 +141,7 @@ def test_each_kind_of_state():
 
 
 @pytest.mark.soak
-def test_the_lock_of_a_killed_process_is_nobodys(tmp_path):
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
     code = f"""
         import os, time
         from tpufit.checkpoint import CheckpointDirectory

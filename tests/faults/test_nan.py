@@ -1,4 +1,4 @@
-"""A loss that is not a number: the step is named, training ends, and looking for it costs no wait."""
+"""A NaN loss: the step is named, training ends, and the check adds no wait."""
 
 import csv
 from functools import partial
@@ -16,7 +16,7 @@ from tpufit.errors import CallbackError
 
 pytestmark = [
     pytest.mark.cores(1, 8, timeout=300, quick=False),
-    pytest.mark.filterwarnings("ignore:.* has NaN, first in row"),  # of data, see tests/test_data_nan.py
+    pytest.mark.filterwarnings("ignore:.* has NaN, first in row"),  # about NaN in data, see tests/test_data_nan.py
 ]
 
 STEPS, BAD = 150, 7
@@ -25,14 +25,14 @@ Y = (X[:, 0] > 0).astype("int64")
 
 
 def with_nan(step=BAD, value=float("nan")):
-    """The data, with a number that is none in the batch of a step (from 1)."""
+    """Return the data, with a NaN in the batch of a step (from 1)."""
     x = X.copy()
     x[8 * (step - 1) + 3, 2] = value
     return x
 
 
 class Counts(Callback):
-    """How many batches have been started."""
+    """Counts started batches."""
 
     reads_weights = False
     batches = 0
@@ -72,7 +72,7 @@ def test_training_ends_soon_and_names_the_step(cores, capsys, tmp_path, options)
     assert set(waits) <= {"capture", "audit", "throttle", "logs"} and waits["logs"] <= 1
     weights = model.state_dict()
     assert next(name for name, value in weights.items() if not value.isfinite().all()) == "0.weight"
-    assert len(history["loss"]) == 1 and np.isnan(history["loss"][0])  # the epoch is in the logs, as it was
+    assert len(history["loss"]) == 1 and np.isnan(history["loss"][0])  # the epoch is in the logs, unchanged
     with open(tmp_path / "log.csv", newline="") as file:
         assert [row["loss"] for row in csv.DictReader(file)] == ["nan"]
 
@@ -80,7 +80,9 @@ def test_training_ends_soon_and_names_the_step(cores, capsys, tmp_path, options)
 def test_without_a_callback_it_is_known_after_the_epoch(cores):
     model = compiled()
     history = fit(model, with_nan(), cores, epochs=2)
-    assert np.isnan(history["loss"]).all() and model.first_bad_step == BAD  # the first one, though all after it are bad
+    assert (
+        np.isnan(history["loss"]).all() and model.first_bad_step == BAD
+    )  # the first bad step, though all later steps are bad
     fresh = compiled()
     fit(fresh, with_nan(STEPS), cores)
     assert fresh.first_bad_step == STEPS
@@ -97,7 +99,7 @@ def test_it_may_be_an_error(cores):
     assert type(error.value.__cause__) is RuntimeError
 
 
-def test_a_scalar_of_ones_own_counts_too_and_may_be_asked_for_at_once(cores):
+def test_a_custom_scalar_is_checked_too(cores):
     class Logging(tpufit.Model):
         def train_step(self, batch):
             logs = super().train_step(batch)

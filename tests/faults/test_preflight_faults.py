@@ -1,4 +1,4 @@
-"""Preflights that can't succeed: each ends with one sentence, and leaves no process, no folder and no change behind."""
+"""Preflights that fail: each ends with one sentence, and leaves no process, folder or change behind."""
 
 import json
 import pickle
@@ -13,21 +13,22 @@ from torch import nn
 from torch.nn import functional as F
 
 import tpufit
+from tpufit.data.user_data import recognize
 from tpufit.errors import PreflightError
-from tpufit.preflight.pickling import pickled
+from tpufit.preflight.pickling import pickle_training
 from tpufit.preflight.plan import plan_of
 from tpufit.trainer.arguments import TrainingData, ValidationData
 
-pytestmark = pytest.mark.usefixtures("warm_children")
+pytestmark = pytest.mark.runtime("torch_xla")
 
 X, Y = torch.randn(64, 6), torch.arange(64) % 3
 
 
-# The compiler is not there
+# Without the compiler
 
 
 def pretend(folder, monkeypatch, **versions):
-    """Let packages be of other versions for whoever asks Python for them."""
+    """Pretend that packages have other versions."""
     for name, version in versions.items():
         (folder / f"{name}-{version}.dist-info").mkdir()
         words = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -41,16 +42,19 @@ def compiled():
     return model.preflight(X, Y, verbose=0)
 
 
-UNTRIED = r"not tried with the TPU's compiler that is here \(libtpu 0\.0\.7, jax \S+, jaxlib \S+\) and torch_xla 2"
+UNTRIED = r"untested with the installed TPU compiler \(libtpu 0\.0\.7, jax \S+, jaxlib \S+\) and torch_xla 2"
 
 
 def test_a_compiler_of_another_version_is_tried(tmp_path, monkeypatch):
     pretend(tmp_path, monkeypatch, libtpu="0.0.7")
-    with pytest.warns(UserWarning, match=rf"{UNTRIED}.*It is tried now; one that was: pip install libtpu==0\.0\."):
+    with pytest.warns(
+        UserWarning, match=rf"{UNTRIED}.*The preflight uses it; a tested version: pip install libtpu==0\.0\."
+    ):
         report = compiled()
     assert report.fits and "libtpu 0.0.7" in str(report)
 
 
+@pytest.mark.soak
 def test_a_compiler_of_another_version_that_fails(tmp_path, monkeypatch):
     pretend(tmp_path, monkeypatch, libtpu="0.0.7")
     (tmp_path / "jax").mkdir()
@@ -59,7 +63,9 @@ def test_a_compiler_of_another_version_that_fails(tmp_path, monkeypatch):
         compiled()
     first, second = str(error.value).splitlines()
     assert first == "compiling for v5e-8 failed: ImportError: this jaxlib is of another year"
-    assert re.fullmatch(rf"Perhaps because tpufit was {UNTRIED}\.\d\.\d. One that was: pip install libtpu==\S+", second)
+    assert re.fullmatch(
+        rf"Perhaps because tpufit is {UNTRIED}\.\d\.\d. A tested version: pip install libtpu==\S+", second
+    )
 
 
 ABSENT = """
@@ -85,7 +91,7 @@ ABSENT = """
     ("absent", "command"),
     [
         (("libtpu", "jax", "jaxlib"), r"libtpu==\S+ jax==(\S+) jaxlib==\1"),
-        (("jaxlib",), r"jaxlib==\S+"),  # it comes with jax, unless pip was told to leave it out
+        (("jaxlib",), r"jaxlib==\S+"),  # it comes with jax, unless pip was told to omit it
     ],
 )
 def test_without_the_compiler(run_python, absent, command):
@@ -99,7 +105,7 @@ def test_without_the_compiler(run_python, absent, command):
     assert re.fullmatch(said, ended.stderr.splitlines()[-1])
 
 
-# A process that ends before its time
+# A process that ends early
 
 
 STRUCK = """
@@ -180,13 +186,13 @@ losses = model.fit(X, Y, 8, epochs=20, verbose=0, cores=1).history["loss"]
 print(json.dumps({"trained": losses[-1] < losses[0]}))
 """
 KILLED = (
-    "PreflightError: {} failed: the system killed its process, most likely for want of host memory. Close "
+    "PreflightError: {} failed: the system killed its process, most likely because host memory ran out. Close "
     "other programs, or use a machine with more"
 )
 
 
-@pytest.mark.slow
-def test_processes_that_end_before_their_time(run_python):
+@pytest.mark.soak
+def test_processes_that_end_early(run_python):
     ended = run_python(STRUCK, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     said = {name: words for line in ended.stdout.splitlines() for name, words in json.loads(line).items()}
@@ -194,13 +200,14 @@ def test_processes_that_end_before_their_time(run_python):
     assert said.pop("tracer killed") == KILLED.format("tracing for 8 cores")
     assert said.pop("compiler killed") == KILLED.format("compiling for v5e-8")
     assert said.pop("no time") == (
-        "PreflightError: tracing for 8 cores took longer than 0.5 s, and was ended. Pass a larger timeout"
+        "PreflightError: tracing for 8 cores took longer than 0.5 s, and was stopped. Pass a larger timeout"
     )
     assert said.pop("interrupted") == "KeyboardInterrupt: "
     for name in ("tracer", "compiler"):
         words = said.pop(f"no memory for the {name}")
         assert re.match(
-            r"PreflightError: \w+ for (8 cores|v5e-8) failed: its process may not use enough host memory\. Raise", words
+            r"PreflightError: \w+ for (8 cores|v5e-8) failed: its process isn't allowed enough host memory\. Raise",
+            words,
         )
         assert len(words.splitlines()) == 2, words
     assert not said
@@ -255,7 +262,7 @@ def test_no_process_outlives_one_that_is_killed(run_python, tmp_path, child):
         print(killed.returncode, status.exists() and "State:\\tZ" not in status.read_text())
         """,
         timeout=300,
-        env={"TMPDIR": str(tmp_path)},  # where a process that is killed leaves its folder
+        env={"TMPDIR": str(tmp_path)},  # where a killed process leaves its folder
     )
     assert ended.stdout.split() == [str(-signal.SIGKILL), "False"], ended.stderr
 
@@ -264,7 +271,7 @@ def test_no_process_outlives_one_that_is_killed(run_python, tmp_path, child):
 
 
 class Step(tpufit.Model):
-    """A step with a line of the user's between the loss and the update."""
+    """A step with a user's line between the loss and the update."""
 
     def train_step(self, batch):
         x, y = batch
@@ -303,7 +310,7 @@ class Counts(Step):
 
 
 class Idles(Step):
-    """Its program is the same each time, and `fit` would trace it each time all the same."""
+    """Its program is the same each time, but `fit` would trace it each time."""
 
     def fault(self, loss):
         self.count = getattr(self, "count", 0) + 1
@@ -338,9 +345,9 @@ def trace(model):
     """Trace the steps of a fit, as the process of a preflight does."""
     from tpufit.preflight.tracing import Tracer
 
-    plan = plan_of(engine_of(model), TrainingData(X, Y, batch_size=4), ValidationData(), 8)
+    plan = plan_of(engine_of(model), TrainingData(recognize(X, Y), batch_size=4), ValidationData(), 8)
     state, _ = engine_of(model).state.tensors()
-    Tracer(pickle.loads(pickled(plan, model, state.keys()))).trace()
+    Tracer(pickle.loads(pickle_training(plan, model, state.keys()))).trace()
 
 
 @pytest.mark.cores(8)
@@ -359,7 +366,7 @@ def trace(model):
     ],
     ids=["item", "print", "if", "counter", "idle counter", "random"],
 )
-def test_a_step_that_can_not_be_replayed(cores, model, says):
+def test_a_step_that_cannot_be_replayed(cores, model, says):
     with pytest.raises(PreflightError) as error:
         trace(model())
     assert re.search(says.replace("HERE", r"test_preflight_faults\.py:\d+"), str(error.value)), error.value
@@ -369,13 +376,13 @@ def test_a_step_that_can_not_be_replayed(cores, model, says):
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (lambda x: torch.histc(x, 4).mean(), "the step calls histc, which the host would run, at HERE.*do it in the"),
+        (lambda x: torch.histc(x, 4).mean(), "the step calls histc at HERE, which would run on the host.*do it in the"),
         (lambda x: torch.unique(x).mean(), "aten::_unique2 .* at HERE: .*count with a one-hot product instead"),
         (lambda x: x[x > 0].mean(), r"aten::nonzero .* at HERE: .*torch\.where\(mask, x, 0\)"),
     ],
     ids=["histc", "unique", "mask"],
 )
-def test_an_operation_that_the_host_would_run(cores, function, says):
+def test_an_operation_on_the_host(cores, function, says):
     with pytest.raises(PreflightError) as error:
         trace(user_model(module=Layer(function)))
     assert re.search(says.replace("HERE", r"test_preflight_faults\.py:\d+"), str(error.value)), error.value
@@ -387,12 +394,12 @@ class Divides(tpufit.Model):
 
 
 @pytest.mark.cores(8)
-def test_an_error_in_a_step_is_told_with_its_line(cores, tmp_path):
+def test_an_error_in_a_step_has_its_line(cores, tmp_path):
     from tpufit.preflight import tracing
 
     model = user_model(Divides)
-    plan = plan_of(engine_of(model), TrainingData(X, Y, batch_size=4), ValidationData(), 8)
-    (tmp_path / tracing.PLAN).write_bytes(pickled(plan, model, engine_of(model).state.tensors()[0].keys()))
+    plan = plan_of(engine_of(model), TrainingData(recognize(X, Y), batch_size=4), ValidationData(), 8)
+    (tmp_path / tracing.PLAN).write_bytes(pickle_training(plan, model, engine_of(model).state.tensors()[0].keys()))
     with pytest.raises(ZeroDivisionError):
         tracing.main(tmp_path)
     line = Divides.train_step.__code__.co_firstlineno + 1

@@ -1,4 +1,4 @@
-"""After the first steps nothing is compiled any more, whatever else goes on between steps."""
+"""After the first steps nothing is compiled any more, with any other activity between steps."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ Y = np.arange(80) % 3
 
 
 class Compiled(Callback):
-    """How many graphs of each role have been compiled when a step ends, and the logs read, which waits for it."""
+    """Records the number of graphs of each role when a step ends, and reads its logs, which waits for it."""
 
     def __init__(self):
         self.begun = runtime.counts()
@@ -27,7 +27,7 @@ class Compiled(Callback):
         self.graphs.append((runtime.counts() - self.begun).graphs)
 
 
-def test_50_steps_with_evaluations_compile_what_the_first_ones_do(cores):
+def test_50_steps_compile_no_more_than_the_first(cores):
     torch.manual_seed(0)
     model = tpufit.Model(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3)))
     model.compile("adam", "cross_entropy", metrics=["accuracy"], use_ema=True)

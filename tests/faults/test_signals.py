@@ -1,7 +1,9 @@
-"""SIGTERM and Ctrl-C, from outside and at any moment: the step is finished, saved, and gone on from to the bit."""
+"""SIGTERM and Ctrl-C, from outside and at any moment: the step is finished and saved, and resumed bit for bit."""
 
+import os
 import re
 import signal
+import textwrap
 
 import children
 import pytest
@@ -10,17 +12,17 @@ from tpufit.checkpoint import CheckpointDirectory
 
 pytestmark = pytest.mark.slow
 
-TERMINATED = -signal.SIGTERM  # what Popen calls a death by the signal; a shell shows it as 143, as it does exit(143)
+TERMINATED = -signal.SIGTERM  # Popen's value for a death by the signal; a shell shows 143, as for exit(143)
 
 
 def steps(folder):
-    """The checkpoints; each of them is whole."""
+    """Return the checkpoints, and check that each is complete."""
     run = CheckpointDirectory(folder / "run")
     assert run.newest().step == run.steps()[-1]
     return run.steps()
 
 
-def test_sigterm_in_a_step_and_a_new_process_goes_on(tmp_path, run_python):
+def test_sigterm_in_a_step_and_a_new_process_resumes(tmp_path, run_python):
     with children.started("from training import *; run(8, 'run', Say(), every=5)", tmp_path) as child:
         child.wait_for("step 6")
         child.send(signal.SIGTERM)
@@ -28,7 +30,7 @@ def test_sigterm_in_a_step_and_a_new_process_goes_on(tmp_path, run_python):
     assert "SIGTERM: finishing the step" in child.errors
     begun = [int(step) for step in re.findall(r"step (\d+)", child.output)]
     done = [int(step) for step in re.findall(r"done (\d+)", child.output)]
-    assert begun[-1] + 1 == done[-1] == steps(tmp_path)[-1]  # the step under way is the last one, and it is saved
+    assert begun[-1] + 1 == done[-1] == steps(tmp_path)[-1]  # the current step is the last, and it is saved
     ended = run_python("from training import *; print(run(8, 'run', resume=True))", env=children.ENV)
     assert ended.stdout.strip() == children.reference(8), ended.stderr
 
@@ -66,7 +68,7 @@ def test_sigterm_while_a_checkpoint_is_written(tmp_path):
         child.send(signal.SIGTERM)
         assert child.end() == 143
     done = re.findall(r"done (\d+)", child.output)
-    assert steps(tmp_path) == [*range(1, int(done[-1]) + 1)]  # the one under way, and the last one
+    assert steps(tmp_path) == [*range(1, int(done[-1]) + 1)]  # the pending checkpoint, and the last one
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, TERMINATED), (signal.SIGINT, 1)])
@@ -82,6 +84,38 @@ def test_a_second_signal_does_not_wait_for_a_slow_disk(tmp_path, number, status)
     # After a second Ctrl-C Python ends itself by the signal, so that a shell sees it.
     assert ended in (status, -number)
     assert steps(tmp_path) == [1]
+
+
+SLOWLY_READ = """
+    import time
+    from training import Noisy, say
+
+    class SlowlyRead(Noisy):
+        def __reduce__(self):
+            return read, ()
+
+    def read():
+        say("reading")
+        time.sleep(1)
+        return Noisy()
+    """
+
+
+@pytest.mark.soak
+def test_ctrl_c_in_a_terminal_shows_no_traceback_of_a_worker_that_starts(tmp_path):
+    (tmp_path / "slowly.py").write_text(textwrap.dedent(SLOWLY_READ))
+    code = """
+        from torch.utils.data import DataLoader
+        from slowly import *
+        from training import *
+        loader = DataLoader(SlowlyRead(), BATCH, num_workers=2, multiprocessing_context="spawn")
+        fit(compiled(), 1, x=loader, batch_size=None)
+        """
+    with children.started(code, tmp_path, fresh=True) as child:
+        child.wait_for("reading")
+        os.killpg(child.process.pid, signal.SIGINT)
+        assert child.end() in (1, -signal.SIGINT)
+    assert child.errors.count("Traceback") == 1
 
 
 @pytest.mark.soak

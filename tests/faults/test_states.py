@@ -1,9 +1,9 @@
-"""What each kind of object keeps while it trains: a training that is broken off and goes on in new objects is exact.
+"""State in each kind of object: a training that is interrupted and resumed in new objects is exact.
 
-`CASES` is the table: a line makes all that a script makes before `fit`, with one kind of state in it. Each is trained
-without a break, then broken off somewhere and gone on with in new objects, and both must agree to the bit: weights,
-optimizer, logs, rates, random numbers, and what the case's own objects keep. Where a state can't be saved, the line has
-the words in which `fit` says so.
+`CASES` is the table: a line creates everything that a script creates before `fit`, with one kind of state in it. Each
+case is trained without interruption, then interrupted and resumed in new objects, and both must be equal bit for bit:
+weights, optimizer, logs, rates, random numbers, and the state in the case's objects. Where a state can't be saved, the
+line has the message of `fit` about it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tpufit.errors import WeightsError
 
 pytestmark = pytest.mark.cores(1)
 
-ROWS, BATCH, EPOCHS = 56, 16, 3  # four batches an epoch, the last one short
+ROWS, BATCH, EPOCHS = 56, 16, 3  # four batches in each epoch, the last is short
 X = torch.from_numpy(np.random.default_rng(0).normal(size=(ROWS, 6)).astype(np.float32))
 Y = (X.sum(1) > 0).long() + (X[:, 0] > 1).long()
 RNG = np.random.default_rng
@@ -54,7 +54,7 @@ RNG = np.random.default_rng
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Nets this small are computed by one thread: several wait for each other, on a busy machine for long."""
+    """One thread computes such small nets; several would wait for each other, on a busy machine for long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -66,7 +66,7 @@ def net() -> nn.Module:
 
 
 class Ends(Callback):
-    """Has the process told to end, as a cloud does it: in a step, or at the end of an epoch."""
+    """Sends SIGTERM to the process, as a cloud does: in a step, or at the end of an epoch."""
 
     reads_weights = False
 
@@ -199,7 +199,7 @@ class Lazy(Net):
 
 
 class Own(Net):
-    """A tensor that is no buffer."""
+    """A tensor that isn't a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -234,7 +234,7 @@ class Counting(nn.Module):
 
 
 class Plainly:
-    """A loss that is no module."""
+    """A loss that isn't a module."""
 
     def __init__(self):
         self.calls, self.rng = 0, random.Random(3)
@@ -277,7 +277,7 @@ def accuracy(**options):
 
 
 class Tracking(tpufit.Model):
-    """Steps of its own, with a metric, a count and a generator among its attributes."""
+    """A custom step, with a metric, a count and a generator in attributes."""
 
     def __init__(self, module):
         super().__init__(module)
@@ -324,7 +324,7 @@ class Counter(Callback):
 
 
 class Best(Callback):
-    """As Keras's guides write a callback: a number and weights, and no state_dict."""
+    """A callback in the style of Keras's guides: a number and weights, and no state_dict."""
 
     def on_train_begin(self, logs=None):
         self.best, self.weights = np.inf, None
@@ -335,7 +335,7 @@ class Best(Callback):
 
 
 class Stopping(callbacks.EarlyStopping):
-    """One of the package's, with a count of its own."""
+    """A callback of the package, with an additional count."""
 
     def __init__(self):
         super().__init__("loss", patience=9, restore_best_weights=True)
@@ -359,7 +359,7 @@ class Progress:
 
 
 class Phases(Callback):
-    """What is replaced rather than changed."""
+    """State that is replaced, not changed in place."""
 
     def __init__(self):
         self.phase, self.stats, self.progress = Phase.COLD, Stats(), Progress()
@@ -374,7 +374,7 @@ class Phases(Callback):
 
 
 class Plain:
-    """No Callback at all."""
+    """Not a subclass of Callback."""
 
     def __init__(self):
         self.losses = []
@@ -485,7 +485,7 @@ class Transformed(Rows):
 
 
 class BySeed(Sampler):
-    """As `DistributedSampler`: the order is of the epoch, which somebody sets."""
+    """As `DistributedSampler`: the order depends on the epoch, which the user sets."""
 
     def __init__(self):
         self.epoch = 0
@@ -509,7 +509,7 @@ class Sets(Callback):
 
 
 class ByPass(BySeed):
-    """A new order each time it is asked for one, by a count of its own."""
+    """A new order each time, by its own count."""
 
     def __iter__(self):
         self.epoch += 1
@@ -517,7 +517,7 @@ class ByPass(BySeed):
 
 
 class ByRow(BySeed):
-    """Draws when it is asked for a row, from a generator of all and one of its own."""
+    """Draws for each row, from the global generators and its own."""
 
     def __init__(self):
         self.rng = RNG(4)
@@ -614,7 +614,7 @@ def compiled(**options: Any) -> Callable[[], dict[str, Any]]:
 
 
 class Host(torch.optim.SGD):
-    """An optimizer with a count of its own."""
+    """An optimizer with an additional count."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.05)
@@ -628,7 +628,7 @@ class Host(torch.optim.SGD):
 
 
 class Grouped(torch.optim.SGD):
-    """A tensor among the options of its groups, which it changes."""
+    """A tensor in the options of its groups, which it changes."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.05)
@@ -645,7 +645,7 @@ class Grouped(torch.optim.SGD):
 
 
 class Lists(torch.optim.SGD):
-    """State in a list of tensors, as L-BFGS keeps it."""
+    """State in a list of tensors, as in L-BFGS."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.05)
@@ -683,7 +683,7 @@ CASES = {
     "module: a buffer that isn't persistent": (module(buffers), EXACT),
     "module: a list": (module(lists), EXACT),
     "module: a generator": (module(draws), EXACT),
-    "module: a buffer made late": (lambda: {"module": Lazy}, "the module has made late in its steps"),
+    "module: a buffer made late": (lambda: {"module": Lazy}, "the module has created late in its steps"),
     "module: a tensor": (lambda: {"module": Own}, EXACT),
     "module: spectral norm": (
         lambda: {"module": nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))},
@@ -777,7 +777,7 @@ CASES = {
     "optimizer: tensors in its groups": (compiled(optimizer=Grouped), EXACT),
     "optimizer: lists of tensors": (
         compiled(optimizer=Lists),
-        r"checkpoints can't hold optimizer.state\[...\]\[.past.\]",
+        r"checkpoints can't save optimizer.state\[...\]\[.past.\]",
     ),
     "data: a class weight": (lambda: {"fit": {"class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}}, EXACT),
     "data: weights": (
@@ -837,7 +837,7 @@ CASES = {
     "fit: validation steps": (validated(lambda: Stream(of_numpy), validation_steps=2), EXACT),
 }
 
-# The rest is exhaustive. A step that is replayed runs no Python: those on the device are for what that can change.
+# The other cases are exhaustive. A replayed step runs no Python: the cases on the device test what this can change.
 QUICK = {
     "module: a count in forward",
     "loss: no module",
@@ -868,7 +868,7 @@ ON_THE_DEVICE = {
 
 
 def somewhere(name: str) -> dict[str, int]:
-    """Where a case is broken off: at random, and each time in the same place."""
+    """Return where a case is interrupted: at random, but the same place each time."""
     return random.Random(name).choice([*({"step": step} for step in range(1, 12)), {"epoch": 0}, {"epoch": 1}])
 
 
@@ -876,8 +876,8 @@ def cases(names: Iterable[str], quick: set[str]) -> list[Any]:
     return [pytest.param(name, id=name, marks=[pytest.mark.soak] * (name not in quick)) for name in names]
 
 
-def go_on(name: str, folder: Path, **how: Any) -> None:
-    """Train a case without a break, and broken off and gone on with."""
+def run_both(name: str, folder: Path, **how: Any) -> None:
+    """Train a case without interruption, and interrupted and resumed."""
     make, said = CASES[name]
     expected = train(make, **how)
     if said:
@@ -886,30 +886,28 @@ def go_on(name: str, folder: Path, **how: Any) -> None:
         return
     with pytest.raises(SystemExit):
         train(make, ModelCheckpoint(folder), Ends(**somewhere(name)), **how)
-    # What the new process has drawn by itself doesn't matter.
+    # The new process's own random draws don't matter.
     assert differences(expected, train(make, ModelCheckpoint(folder), resume=True, seed=99, **how)) == []
 
 
-quiet = pytest.mark.filterwarnings(
-    "ignore:the (train|eval|test) step is traced anew", "ignore:the device waited for data", "ignore:x ran out of data"
-)
+quiet = pytest.mark.filterwarnings("ignore:the (train|eval|test) step is traced anew", "ignore:x ran out of data")
 
 
 @quiet
 @pytest.mark.parametrize("name", cases(CASES, QUICK))
-def test_what_an_object_keeps_is_there_after_a_resumption(cores, name, tmp_path):
-    go_on(name, tmp_path, eager=True)
+def test_an_objects_state_is_resumed(cores, name, tmp_path):
+    run_both(name, tmp_path, eager=True)
 
 
 @quiet
 @pytest.mark.cores(1, 8)
 @pytest.mark.soak_on(8)
 @pytest.mark.parametrize("name", cases(sorted(ON_THE_DEVICE), {"loss: a count"}))
-def test_what_an_object_keeps_on_the_device_is_there_after_a_resumption(cores, name, tmp_path):
-    go_on(name, tmp_path, cores=cores)
+def test_an_objects_state_on_the_device_is_resumed(cores, name, tmp_path):
+    run_both(name, tmp_path, cores=cores)
 
 
-def test_a_module_whose_state_cannot_be_saved_is_refused_before_the_first_step(cores, tmp_path):
+def test_a_module_without_savable_state_is_refused(cores, tmp_path):
     steps = []
     with pytest.raises(WeightsError, match="something other than tensors under .'_extra_state'"):
         count = LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(batch))
@@ -918,7 +916,7 @@ def test_a_module_whose_state_cannot_be_saved_is_refused_before_the_first_step(c
 
 
 class Huge(Net):
-    """What no checkpoint holds: a list without end, an iterator, and a tensor that isn't small."""
+    """State that no checkpoint can store: an endless list, an iterator, and a large tensor."""
 
     def __init__(self):
         super().__init__()
@@ -929,20 +927,20 @@ class Huge(Net):
         if self.training:
             self.rows.append(next(self.turn))
             self.big += 1
-            self.names[len(self.names)] = ""  # a cache, which is no state
+            self.names[len(self.names)] = ""  # a cache, which isn't state
         return self.layer(x)
 
 
-def test_what_cannot_be_saved_is_named_when_the_first_checkpoint_is_taken(cores, tmp_path):
-    with pytest.warns(UserWarning, match="checkpoints can't hold") as said:
+def test_unsavable_state_is_named_with_the_first_checkpoint(cores, tmp_path):
+    with pytest.warns(UserWarning, match="checkpoints can't save") as said:
         train(lambda: {"module": Huge}, ModelCheckpoint(tmp_path), eager=True)
     assert [str(one.message).partition(", which")[0] for one in said] == [
-        "checkpoints can't hold module.rows, module.turn, module.big"
+        "checkpoints can't save module.rows, module.turn, module.big"
     ]
     assert said[0].filename == __file__
 
 
-def test_a_callback_that_says_what_it_keeps_is_believed(cores, tmp_path):
+def test_a_callback_with_a_state_dict_is_trusted(cores, tmp_path):
     class Own(Counter):
         def state_dict(self):
             return {}

@@ -1,6 +1,6 @@
-"""The training that faults are injected into: tiny, with all that is hard to go on with to the bit.
+"""The training into which faults are injected: tiny, with state that is hard to resume bit for bit.
 
-It has dropout, batch norm, AdamW, a moving average of the weights, a rate that a callback changes and noise that the
+It has dropout, batch norm, AdamW, a moving average of the weights, a rate that a callback changes, and noise that the
 data draw on the host. In a child: `from training import *`.
 """
 
@@ -19,14 +19,14 @@ from torch.utils.data import Dataset
 import tpufit
 from tpufit.callbacks import Callback, ModelCheckpoint
 
-ROWS, BATCH, EPOCHS = 120, 32, 4  # four batches an epoch, the last one short: 16 steps in all
+ROWS, BATCH, EPOCHS = 120, 32, 4  # four batches an epoch, the last is short: 16 steps in total
 SEED = 11
 X = torch.from_numpy(np.random.default_rng(0).normal(size=(ROWS, 8)).astype(np.float32))
 Y = (X.sum(1) > 0).long() + (X[:, 0] > 1).long()
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Rows with noise from NumPy's and PyTorch's global generators, as an augmentation draws it."""
+    """Rows with noise from NumPy's and PyTorch's global generators, as in an augmentation."""
 
     def __len__(self) -> int:
         return ROWS
@@ -36,7 +36,7 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Warm(Callback):
-    """A rate that grows with the steps that it has seen."""
+    """Increases the rate with each step."""
 
     seen = 0
 
@@ -52,7 +52,7 @@ class Warm(Callback):
 
 
 class Say(Callback):
-    """Says on standard output what has begun and what is on disk, so that somebody outside can time a fault."""
+    """Prints the start of steps and the committed saves, so that another process can time a fault."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         say("step", self.model.steps_taken)
@@ -65,7 +65,7 @@ class Say(Callback):
 
 
 def say(*words: object) -> None:
-    os.write(1, f"{' '.join(map(str, words))}\n".encode())  # at once: two threads say something
+    os.write(1, f"{' '.join(map(str, words))}\n".encode())  # in one call, because two threads print
 
 
 def net(width: int = 16) -> nn.Module:
@@ -81,13 +81,13 @@ def compiled(**options: Any) -> tpufit.Model:
 
 
 def fit(model: tpufit.Model, cores: int, *callbacks: Callback, epochs: int = EPOCHS, **options: Any) -> Any:
-    """Train with the callbacks, after the one that sets the rate."""
+    """Train with the callbacks, after the callback that sets the rate."""
     chosen = {"x": Noisy(), "batch_size": BATCH // cores, "verbose": 0} | options
     return model.fit(epochs=epochs, cores=cores, callbacks=[Warm(), *callbacks], **chosen).history
 
 
 def digest(model: tpufit.Model, history: dict[str, list[float]]) -> str:
-    """A hash of what must be equal to the bit: weights, optimizer, last logs, and the random numbers that come next."""
+    """Return a hash of what must be equal bit for bit: weights, optimizer, last logs, and the next random numbers."""
     found = hashlib.sha256()
     for tensor in model.state_dict().values():
         found.update(tensor.numpy().tobytes())
@@ -104,18 +104,18 @@ def digest(model: tpufit.Model, history: dict[str, list[float]]) -> str:
 def run(
     cores: int, folder: str | None = None, *callbacks: Callback, resume: Any = False, every: int = 1, **options: Any
 ) -> str:
-    """A whole training in a new model, or what is left of one. Returns its digest."""
+    """Run a whole training in a new model, or the rest of a training. Return its digest."""
     model = compiled()
     keeping = [] if folder is None else [ModelCheckpoint(folder, save_freq=every, keep_last=options.pop("keep", None))]
     return digest(model, fit(model, cores, *callbacks, *keeping, resume=resume, **options))
 
 
 def prints(folder: Path) -> dict[str, str]:
-    """A hash of each checkpoint's tensors, by its name: those of two equal trainings are equal."""
+    """Return a hash of each checkpoint's tensors, by its name; equal for equal trainings."""
     return {path.name: "".join(map(_print, sorted(path.glob("*.safetensors")))) for path in folder.glob("step-*")}
 
 
 def _print(file: Path) -> str:
-    """The hash of a file's tensors, without its head, in which safetensors mixes the order of what is no tensor."""
+    """Return the hash of a file's tensors, without its header, in which safetensors orders the metadata randomly."""
     data = file.read_bytes()
     return hashlib.sha256(data[8 + int.from_bytes(data[:8], "little") :]).hexdigest()

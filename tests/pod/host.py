@@ -1,17 +1,22 @@
-"""One host of a played pod: `python host.py CODE`, with the environment that `pods.py` makes."""
+"""One host of a simulated pod: `python host.py CODE`, with the environment that `pods.py` sets."""
 
 import os
 import sys
+from importlib.util import find_spec
 
-from torch_xla.experimental import plugins
+if find_spec("torch_xla"):
+    os.environ["PJRT_DEVICE"] = "POD"
+    from torch_xla.experimental import plugins
 
+    class Pod(plugins.DevicePlugin):
+        def library_path(self):
+            return os.environ["POD_LIBRARY"]
 
-class Pod(plugins.DevicePlugin):
-    def library_path(self):
-        return os.environ["POD_LIBRARY"]
+    plugins.use_dynamic_plugins()
+    plugins.register_plugin("POD", Pod())
+else:
+    import tpufit
 
-
-plugins.use_dynamic_plugins()
-plugins.register_plugin("POD", Pod())
+    tpufit.init(int(os.environ["POD_HOSTS"]) * int(os.environ["POD_CORES"]))
 code = sys.argv[1]
 exec(compile(code, "<host>", "exec"), {"__name__": "__main__"})

@@ -200,7 +200,8 @@ struct Pod {
 Pod* pod;
 
 // The buffers on other hosts' cores, by the buffer on this host's first core: in the order of the cores.
-std::mutex lock;  // of all below, and of programs: one runs at a time
+std::mutex turn;  // of programs: one runs at a time
+std::mutex lock;  // of the two below, held for a moment: a buffer can be given up while a program waits for a host
 std::unordered_map<PJRT_Buffer*, std::vector<PJRT_Buffer*>> elsewhere;
 std::map<PJRT_LoadedExecutable*, std::vector<PJRT_Device*>> shown_devices;
 long programs_run;
@@ -266,12 +267,17 @@ std::string looks(PJRT_LoadedExecutable* program, size_t inputs, size_t* results
   return text + " of " + std::to_string(inputs) + " inputs and " + std::to_string(*results) + " results";
 }
 
+bool known(PJRT_Buffer* buffer) {
+  std::lock_guard<std::mutex> guard(lock);
+  return elsewhere.count(buffer);
+}
+
 // Fetch the other hosts' parts of those inputs that they have sent to their cores since the last program.
 PJRT_Error* fetch(const std::string& program, PJRT_Buffer* const* const* inputs, size_t count) {
   std::vector<size_t> wanted;
   std::string message = program + ", sent:";
   for (size_t i = 0; i < count; ++i) {
-    if (elsewhere.count(inputs[0][i])) continue;
+    if (known(inputs[0][i])) continue;
     wanted.push_back(i);
     message += " " + std::to_string(i);
   }
@@ -292,6 +298,7 @@ PJRT_Error* fetch(const std::string& program, PJRT_Buffer* const* const* inputs,
       for (int device = 0; device < pod->cores; ++device)
         if (pod->host_of(device) == other) RETURN_IF_ERROR(read(&at, pod->devices[device], &found[i][device]));
   }
+  std::lock_guard<std::mutex> guard(lock);
   for (size_t i : wanted)
     for (int device = 0; device < pod->cores; ++device)
       if (!pod->owns(device)) elsewhere[inputs[0][i]].push_back(found[i][device]);
@@ -315,11 +322,11 @@ PJRT_Error* execute(PJRT_LoadedExecutable_Execute_Args* args) {
   const bool of_all = static_cast<int>(devices.num_addressable_devices) == pod->cores;
   if (pod->hosts == 1 || args->execute_device || !of_all) return cpu->PJRT_LoadedExecutable_Execute(&whole);
 
-  std::lock_guard<std::mutex> guard(lock);
+  std::lock_guard<std::mutex> program(turn);
   size_t results = 0;
-  const std::string program = looks(args->executable, args->num_args, &results);
+  const std::string name = looks(args->executable, args->num_args, &results);
   try {
-    RETURN_IF_ERROR(fetch(program, args->argument_lists, args->num_args));
+    RETURN_IF_ERROR(fetch(name, args->argument_lists, args->num_args));
   } catch (const Lost&) {
     return error_of("another host is gone");
   }
@@ -328,6 +335,7 @@ PJRT_Error* execute(PJRT_LoadedExecutable_Execute_Args* args) {
   std::vector<PJRT_Buffer**> outs;
   std::vector<PJRT_Event*> done(pod->cores);
   size_t own = 0, others = 0;
+  std::unique_lock<std::mutex> guard(lock);
   for (int device = 0; device < pod->cores; ++device) {
     const bool here = pod->owns(device);
     for (size_t i = 0; i < args->num_args; ++i)
@@ -336,11 +344,13 @@ PJRT_Error* execute(PJRT_LoadedExecutable_Execute_Args* args) {
     ins.push_back(in[device].data());
     outs.push_back(out[device].data());
   }
+  guard.unlock();
   whole.argument_lists = ins.data();
   whole.output_lists = outs.data();
   whole.num_devices = pod->cores;
   whole.device_complete_events = done.data();
   RETURN_IF_ERROR(cpu->PJRT_LoadedExecutable_Execute(&whole));
+  guard.lock();
   own = 0;
   for (int device = 0; device < pod->cores; ++device) {
     if (!pod->owns(device)) {

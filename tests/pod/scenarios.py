@@ -1,7 +1,7 @@
-"""What the hosts of a pod train, evaluate and predict: `python host.py "import pod.scenarios"`, in the pod's folder.
+"""The trainings, evaluations and predictions of a pod's hosts: `python host.py "import pod.scenarios"`, in its folder.
 
-Each scenario returns what must be equal to the bit on any pod of as many cores, and on one host. The results of host n
-are saved in `results<n>.pt`.
+The results of each scenario must be equal bit for bit on all pods with this number of cores, and on a single host. Host
+n saves its results in `results<n>.pt`.
 """
 
 import torch
@@ -37,7 +37,7 @@ def result(model, history):
 
 
 class Rows(Dataset):
-    """It notes which rows were read."""
+    """Records the rows that were read."""
 
     def __init__(self, rows=75):
         self.rows, self.read = rows, []
@@ -61,7 +61,7 @@ def arrays():
 def a_batch_that_some_hosts_have_no_rows_of():
     model = compiled()
     size = 2
-    rows = 2 * size * tpufit.runtime.settled().count + 2  # two whole batches, and two rows
+    rows = 2 * size * tpufit.runtime.get_settled_cores().count + 2  # two whole batches, and two rows
     return result(model, model.fit(X[:rows], Y[:rows], batch_size=size, epochs=2, verbose=0))
 
 
@@ -70,8 +70,8 @@ def images_mixed_with_those_of_other_hosts():
     found = []
     torch.manual_seed(4)
     for mix in (MixUp(3), CutMix(3)):
-        for rows in (2, 11):  # of the last batch, of which some hosts have no rows, or fewer
-            whole = 8 * tpufit.runtime.settled().count
+        for rows in (2, 11):  # of the last batch, in which some hosts have fewer rows or none
+            whole = 8 * tpufit.runtime.get_settled_cores().count
             images, classes = torch.rand(whole + rows, 3, 4, 4) + 1, torch.randint(0, 3, (whole + rows,))
             model = tpufit.Model(nn.Sequential(nn.Flatten(), nn.Linear(48, 3)))
             model.compile("adamw", "cross_entropy", metrics=["accuracy"])
@@ -126,9 +126,9 @@ def a_cached_dataset():
 
 @scenario
 def batches_of_each_hosts_own():
-    # Whole batches in the order of the cores: each host gives those of its own.
-    model, cores = compiled(), tpufit.runtime.settled().count
-    shards = tpufit.runtime.placement_on(tpufit.runtime.settled()).local_shards
+    # A global batch has the cores' rows in order. Each host passes the rows of its own cores.
+    model, cores = compiled(), tpufit.runtime.get_settled_cores().count
+    shards = tpufit.runtime.placement_on(tpufit.runtime.get_settled_cores()).local_shards
     batches = [(X[i : i + 2], Y[i : i + 2]) for i in range(0, 4 * cores, 2)]
     own = [batch for i, batch in enumerate(batches) if i % cores in shards]
     return result(model, model.fit(PerHost(own), epochs=2, verbose=0))
@@ -151,7 +151,8 @@ def a_learning_rate():
 @scenario
 def evaluation():
     model = compiled()
-    model.compile("sgd", "cross_entropy", metrics=["accuracy", "auroc"])  # which keeps all rows
+    median = tpufit.DatasetMetric(lambda predictions, targets: (predictions.amax(1) + targets).median())
+    model.compile("sgd", "cross_entropy", metrics=["accuracy", "auroc", median])  # which keep all rows
     return model.evaluate(X[:29], Y[:29], sample_weight=W[:29], batch_size=4, verbose=0, return_dict=True)
 
 
@@ -175,7 +176,7 @@ def single_batches():
 reads, whole, own = [], [], []
 tpufit.init()
 results = {function.__name__: function() for function in SCENARIOS}
-shards = tpufit.runtime.placement_on(tpufit.runtime.settled()).local_shards
+shards = tpufit.runtime.placement_on(tpufit.runtime.get_settled_cores()).local_shards
 torch.save(
     {"results": results, "reads": reads, "whole": whole, "own": own, "shards": shards},
     f"results{tpufit.process_index()}.pt",

@@ -1,15 +1,15 @@
-"""What the rest of tpufit asks of a device: a contract that `runtime/` fulfils with torch_xla, and `eager` without it.
+"""What the rest of tpufit asks of a device: a contract that `runtime/` fulfils with a driver, and `eager` with PyTorch.
 
 | file | its idea |
 | --- | --- |
 | `attention` | how attention is to be computed, and is |
 | `cores` | the cores of a process |
 | `placement` | where steps run, and how tensors lie there |
-| `state` | the tensors that steps change |
+| `device_state` | the tensors that steps change |
 | `program` | a step, and how it is run |
 | `in_flight` | how far steps run ahead of the device |
-| `load` | what a step needs, for errors |
-| `verbs` | the functions beside these |
+| `step_load` | what a step needs, for errors |
+| `functions` | what the rest of tpufit asks of a device, beside these |
 | `threads` | threads use the device one after another |
 | `eager` | all of it in plain PyTorch on the host, for `run_eagerly` |
 
@@ -19,11 +19,11 @@ the functions. `docs/backends.md` says what a new one needs, method by method.
 
 from .attention import ATTENTION, AttentionForms
 from .cores import Cores, CoresArgument
+from .device_state import DeviceState, Slot
 from .eager import HOST
+from .functions import Backend
 from .in_flight import InFlight
-from .load import Load
-from .placement import Placement, Sharding, Shardings
+from .placement import Placement, Sharding, Shardings, sharding_of_each
 from .program import Body, Program, Sums
-from .state import DeviceState, Slot
+from .step_load import Load
 from .threads import in_turn, turns
-from .verbs import REMAT_POLICIES, Backend

@@ -12,7 +12,7 @@ class Cores:
 
     count: int  # at least 1
     index: int  # of the one core, from 0; several are all that the host has
-    platform: str  # "CPU" or "TPU"
+    platform: str  # "CPU", "TPU" or "CUDA"; "host": the processor, without a runtime
     settled_by: str  # the call that settled them, and its line, for messages
     hosts: int = 1
 
@@ -22,7 +22,11 @@ class Cores:
         return self.count > 1
 
     def __str__(self) -> str:
+        if self.platform == "CUDA":
+            return f"1 GPU (cuda:{self.index})"
         which = f" (number {self.index})" if self.index else ""
+        if self.platform == "host":
+            return "the host's processor, without a runtime"
         virtual = ", virtual" if self.platform == "CPU" and self.spmd else ""
         on = f" on {self.hosts} hosts" if self.hosts > 1 else ""
         return f"{self.count} core{'s' * self.spmd}{which}{on} (XLA:{self.platform}{virtual})"

@@ -1,4 +1,4 @@
-"""Plain PyTorch on the host, as a backend: the Python of each step runs, and computes at once."""
+"""Plain PyTorch on the host or on a GPU, as a backend: each step's Python runs, and its operations start at once."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .device_state import DeviceState
 from .in_flight import InFlight
-from .placement import Placement, Sharding
+from .placement import Placement, Sharding, sharding_of_each
 from .program import Body, Pause, Program, Sums
-from .state import DeviceState
 
 
 class _Synchronous(InFlight):
@@ -21,24 +21,51 @@ class _Synchronous(InFlight):
         return result
 
 
+class _InOrder(InFlight):
+    """The device computes in order, and its queue holds back the host when it is full: no step is waited for."""
+
+    def add(self, result: Tensor, nbytes: int) -> Tensor | None:
+        return None
+
+
 @dataclass(frozen=True)
-class HostPlacement(Placement):
-    """The host's own memory and processor."""
+class EagerPlacement(Placement):
+    """A device that computes each operation of PyTorch when its Python runs: the host's processor, or a GPU."""
+
+    where: torch.device
 
     @property
-    def on_host(self) -> bool:
+    def eager(self) -> bool:
         return True
 
     @property
+    def on_host(self) -> bool:
+        return self.where.type == "cpu"
+
+    @property
     def device(self) -> torch.device:
-        return torch.device("cpu")
+        return self.where
+
+    @property
+    def memory_used(self) -> int | None:
+        # The most so far: after a step PyTorch has given back what the step needed beside the state.
+        return torch.cuda.max_memory_allocated(self.where) if self.where.type == "cuda" else None
 
     @property
     def most_in_flight(self) -> int:
         return 0
 
     def send(self, tensors: Sequence[Tensor], sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE) -> list[Tensor]:
-        return list(tensors)
+        if self.on_host:
+            return list(tensors)
+        # The host waits for a copy unless its source is pinned. PyTorch keeps pinned memory for later copies, so pinned
+        # weights would stay in the host's memory twice.
+        each = sharding_of_each(sharding, len(tensors))
+        pins = self.where.type == "cuda"
+        return [
+            (t.pin_memory() if pins and t.is_cpu and own != Sharding.WHOLE else t).to(self.where, non_blocking=True)
+            for t, own in zip(tensors, each, strict=True)
+        ]
 
     def launch(self, role: str, cause: str = "") -> None:
         pass
@@ -46,14 +73,14 @@ class HostPlacement(Placement):
     def pin(self, tensor: Tensor, sharding: Sharding = Sharding.WHOLE) -> Tensor:
         return tensor
 
-    def laid_out(self, tensor: Tensor, sharding: Sharding) -> Tensor:
+    def lay_out(self, tensor: Tensor, sharding: Sharding) -> Tensor:
         return tensor
 
     def in_flight(self) -> InFlight:
-        return _Synchronous()
+        return _Synchronous() if self.on_host else _InOrder()
 
 
-HOST: Placement = HostPlacement()
+HOST: Placement = EagerPlacement(torch.device("cpu"))
 
 
 class HostState(DeviceState):
@@ -82,15 +109,16 @@ class HostState(DeviceState):
 class EagerProgram(Program):
     """A step that runs as PyTorch does. Its random numbers are PyTorch's own, seeded for each step."""
 
-    def __init__(self, sums: Sums, jit_compile: str | bool = "auto") -> None:
+    def __init__(self, sums: Sums, jit_compile: str | bool = "auto", device: torch.device = HOST.device) -> None:
         super().__init__(jit_compile)
         self._sums = sums
+        self._gpus = [device] if device.type == "cuda" else []
 
     def __call__(
         self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body, pause: Pause = nullcontext
     ) -> Any:
         self._sums.begin()
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=self._gpus):
 
             def seed(i: int) -> None:
                 torch.manual_seed(seeds[i])

@@ -39,6 +39,17 @@ class Sharding:
 Sharding.ROWS = Sharding(0)
 Sharding.WHOLE = Sharding()
 
+
+def sharding_of_each(sharding: Sharding | Sequence[Sharding], count: int) -> Sequence[Sharding]:
+    """Return the sharding of each of `count` tensors, where one may be given for all.
+
+    Example:
+        >>> sharding_of_each(Sharding.ROWS, 2)
+        [Sharding(axis=0), Sharding(axis=0)]
+    """
+    return [sharding] * count if isinstance(sharding, Sharding) else sharding
+
+
 Shardings = Mapping[int, Sharding]
 """The shardings of tensors, by their `id`. One that is missing is whole on every core."""
 
@@ -54,7 +65,12 @@ class Placement(ABC):
 
     @property
     def on_host(self) -> bool:
-        """True for plain PyTorch in the host's memory: the Python of a step runs each time, and nothing is traced."""
+        """True for plain PyTorch in the host's memory."""
+        return False
+
+    @property
+    def eager(self) -> bool:
+        """True for plain PyTorch: the Python of a step runs each time, and nothing is traced."""
         return False
 
     @property
@@ -73,6 +89,11 @@ class Placement(ABC):
         return 1
 
     @property
+    def shares_only_steps(self) -> bool:
+        """True if several cores compute only steps together, and what runs outside of a step is computed by one."""
+        return False
+
+    @property
     def peak(self) -> float | None:
         """The operations a second that all cores together can compute at most; None if nobody knows."""
         return None
@@ -87,7 +108,7 @@ class Placement(ABC):
 
     @property
     def memory_used(self) -> int | None:
-        """The bytes of a core's memory that are in use; None where nobody tells."""
+        """The bytes of a core's memory that are in use; on a GPU the peak so far. None if unknown."""
         return None
 
     @property
@@ -132,12 +153,12 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def laid_out(self, tensor: Tensor, sharding: Sharding) -> Tensor:
+    def lay_out(self, tensor: Tensor, sharding: Sharding) -> Tensor:
         """The same values with a sharding of their own, in the step being traced; `tensor` keeps its own."""
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The same values, whole on every core, in the step being traced."""
-        return self.laid_out(tensor, Sharding.WHOLE)
+        return self.lay_out(tensor, Sharding.WHOLE)
 
     @abstractmethod
     def in_flight(self) -> InFlight:

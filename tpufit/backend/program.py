@@ -84,6 +84,11 @@ class Program(ABC):
         """True if calls are captured, to be replayed: then their keys must be right, and they may join steps."""
         return False
 
+    @property
+    def runs_eagerly(self) -> bool:
+        """True if the device computes operation by operation, as no trace can have the whole step."""
+        return False
+
     def begin_pass(self, strict: Strict, new: Strict) -> None:
         """Begin a pass over data.
 
@@ -110,11 +115,11 @@ class Program(ABC):
         raise NotImplementedError
 
     def audit_due(self, key: Hashable, remaining: int | None) -> bool:
-        """True if a replay with this key should be audited first.
+        """True if the next replay should be audited first.
 
         Args:
-            key: See `__call__`.
-            remaining: The number of groups of steps in the pass after this one, or None if nobody knows.
+            key: See `__call__`. Its graph is replayed, see `replays`.
+            remaining: The number of groups of steps in the pass after this one, or None if unknown.
         """
         return False
 

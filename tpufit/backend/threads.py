@@ -18,7 +18,9 @@ from typing import Any, TypeVar, cast
 
 from .. import hosts
 from ..errors import BusyError
-from ..utils.users_code import line_of, warn
+from ..utils.collector import collector
+from ..utils.tracebacks import fold
+from ..utils.users_code import find_line_of_thread, warn
 
 _LOOK = 0.25  # seconds between two looks at the thread that is waited for
 # Seconds for which that thread may stand still in code that is neither PyTorch's nor ours: a callback may be waiting
@@ -46,7 +48,7 @@ class Turns:
 
     Example:
         >>> turns = Turns()
-        >>> with turns.taken("fit"), turns.taken("predict"):
+        >>> with turns.taking_turn("fit"), turns.taking_turn("predict"):
         ...     turns.give_way()
     """
 
@@ -62,7 +64,7 @@ class Turns:
         self._suspended: list[_Waiter] = []  # calls that have let in others, each inside the one before
 
     @contextmanager
-    def taken(self, call: str, alone: bool = False) -> Iterator[None]:
+    def taking_turn(self, call: str, alone: bool = False) -> Iterator[None]:
         """A context in which no other thread uses the device.
 
         Args:
@@ -83,7 +85,7 @@ class Turns:
         """Let in a thread that waits, between two steps; nothing happens if there is none."""
         if self._waiting and self._owner == threading.get_ident():
             with self._suspending() as own:
-                waiter = self._first()
+                waiter = self._first_waiter()
                 if waiter is not None:
                     self._waiting.appendleft(own)
                     self._grant(waiter)
@@ -95,7 +97,7 @@ class Turns:
         return bool(self._waiting)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def lending(self) -> Iterator[None]:
         """A context in which other threads may use the device, as the user's data are read here."""
         if self._owner != threading.get_ident():
             yield
@@ -105,24 +107,24 @@ class Turns:
             try:
                 yield
             finally:
-                if not self._takes(own):
+                if not self._try_to_take(own):
                     self._waiting.appendleft(own)
-                    if self._takes(own):
+                    if self._try_to_take(own):
                         self._waiting.remove(own)
                     else:
                         self._resume(own)
 
-    def elsewhere(self) -> str:
+    def describe_other_call(self) -> str:
         """Say which call of another thread is under way, e.g. `fit in thread 'MainThread'`; nothing if none is."""
-        thread, call = self._under_way(outermost=True)
-        return "" if thread in (0, threading.get_ident()) else _named(thread, call)
+        thread, call = self._find_current_call(outermost=True)
+        return "" if thread in (0, threading.get_ident()) else _name_thread(thread, call)
 
     def _take(self, call: str, alone: bool) -> None:
         if self._process != os.getpid():  # a fork has none of the other threads
             self._begin()
         if self._owner != threading.get_ident():
             own = _Waiter(call, alone)
-            if not self._takes(own):
+            if not self._try_to_take(own):
                 self._wait(own)
         self._calls.append(call)
 
@@ -144,7 +146,7 @@ class Turns:
             if self._owner == own.thread:
                 self._calls = calls
 
-    def _takes(self, waiter: _Waiter) -> bool:
+    def _try_to_take(self, waiter: _Waiter) -> bool:
         """Take the device if it is free, and the waiter may have it now."""
         if not self._free.acquire(blocking=False):
             return False
@@ -162,7 +164,7 @@ class Turns:
 
     def _pass_on(self) -> None:
         """Give the device to the first thread that waits and may have it, or to the next one that asks."""
-        while (waiter := self._first()) is None:
+        while (waiter := self._first_waiter()) is None:
             self._owner = None
             self._free.release()
             # One may have begun to wait in this moment.
@@ -170,7 +172,7 @@ class Turns:
                 return
         self._grant(waiter)
 
-    def _first(self) -> _Waiter | None:
+    def _first_waiter(self) -> _Waiter | None:
         for waiter in tuple(self._waiting):
             if self._may_have(waiter):
                 try:
@@ -205,11 +207,11 @@ class Turns:
 
     def _wait(self, own: _Waiter) -> None:
         """Wait until another thread gives the device to this one."""
-        if (hosts.known() or (0, 1))[1] > 1:
+        if (hosts.find_index_and_count() or (0, 1))[1] > 1:
             why = "On a pod all hosts take the same steps, so call both methods in one thread"
-            raise BusyError(f"{own.call} can't begin beside {_named(*self._under_way())}. {why}")
+            raise BusyError(f"{own.call} can't begin beside {_name_thread(*self._find_current_call())}. {why}")
         self._waiting.append(own)
-        if self._takes(own):  # it has become free in this moment
+        if self._try_to_take(own):  # it has become free in this moment
             self._waiting.remove(own)
             return
         began = since = monotonic()
@@ -218,34 +220,36 @@ class Turns:
         try:
             while not own.granted.acquire(timeout=_LOOK):
                 now = monotonic()
-                place = self._stands_at()
+                place = self._find_instruction()
                 if place is None or place != stands:
                     stands = place
                     since = now
                 elif now - since > _PATIENCE:
-                    thread, call = self._under_way()
+                    thread, call = self._find_current_call()
                     raise BusyError(
-                        f"{own.call} can't begin beside {_named(thread, call)}, which has stood at {line_of(thread)} "
-                        f"for {_PATIENCE:g} s, maybe waiting for this thread. Call {own.call} in that thread, or don't "
-                        "let it wait for this one"
+                        f"{own.call} can't begin beside {_name_thread(thread, call)}, which has stood at "
+                        f"{find_line_of_thread(thread)} for {_PATIENCE:g} s, maybe waiting for this thread. Call "
+                        f"{own.call} in that thread, or don't let it wait for this one"
                     )
                 if not told and now - began > _SILENCE:
                     told = True
-                    warn(f"{own.call} has been waiting for {_SILENCE:g} s, for {_named(*self._under_way())}")
+                    current = _name_thread(*self._find_current_call())
+                    warn(f"{own.call} has been waiting for {_SILENCE:g} s, for {current}")
         except BaseException:
             self._give_up(own)
             raise
 
-    def _under_way(self, outermost: bool = False) -> tuple[int, str]:
+    def _find_current_call(self, outermost: bool = False) -> tuple[int, str]:
         """The thread that others wait for, and its call: the innermost one if it has let in others. 0 if none is."""
         suspended = self._suspended[:1] if outermost else self._suspended[-1:] if self._owner is None else []
         for waiter in suspended:
             return waiter.thread, waiter.call
         return self._owner or 0, (self._calls or [""])[0]
 
-    def _stands_at(self) -> tuple[CodeType, int] | None:
+    def _find_instruction(self) -> tuple[CodeType, int] | None:
         """The instruction that the owner is at; None if it works for PyTorch or for us."""
-        frame = sys._current_frames().get(self._under_way()[0])
+        with collector.pausing():
+            frame = sys._current_frames().get(self._find_current_call()[0])
         if frame is None:
             return None
         name = str(frame.f_globals.get("__name__"))
@@ -253,7 +257,7 @@ class Turns:
         return None if works else (frame.f_code, frame.f_lasti)
 
 
-def _named(thread: int, call: str) -> str:
+def _name_thread(thread: int, call: str) -> str:
     names = {one.ident: one.name for one in threading.enumerate()}
     return f"{call} in thread {names.get(thread, thread)!r}"
 
@@ -262,13 +266,17 @@ turns = Turns()
 
 
 def in_turn(alone: bool = False) -> Callable[[_Method], _Method]:
-    """Let a method have the device to itself, see `Turns.taken`."""
+    """Let a method have the device to itself, see `Turns.taking_turn`."""
 
     def decorate(method: _Method) -> _Method:
         @wraps(method)
         def waiting(*args: Any, **named: Any) -> Any:
-            with turns.taken(method.__name__, alone):
-                return method(*args, **named)
+            try:
+                with turns.taking_turn(method.__name__, alone):
+                    return method(*args, **named)
+            except BaseException as error:
+                fold(error)  # every public method that may compute comes through here
+                raise
 
         return cast(_Method, waiting)
 

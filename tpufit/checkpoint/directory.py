@@ -1,4 +1,4 @@
-"""`CheckpointDirectory`: a run's folder of checkpoints, of which it keeps the newest and the best."""
+"""`CheckpointDirectory`: a run's folder of checkpoints, which keeps the newest and the best."""
 
 import json
 import os
@@ -9,25 +9,25 @@ from typing import Any
 
 from ..errors import CheckpointBusyError, CheckpointDamagedError, CheckpointError, CheckpointNotWrittenError
 from ..hosts import is_first
-from ..utils.files import DISK_FULL, HeldError
+from ..utils.files import DISK_FULL, LockedError
 from ..utils.text import size
 from ..utils.urls import Url
 from ..utils.users_code import warn
 from .format import Checkpoint, Score, read, read_manifest, write
-from .store import name_of, step_of, store_at
+from .store import checkpoint_name, open_store, parse_step
 from .weight_files import NotFiniteError
 
 Check = Callable[[Checkpoint], None]
 
 
-def _unchecked(checkpoint: Checkpoint) -> None:
-    """Raise nothing."""
+def _accept(checkpoint: Checkpoint) -> None:
+    """Accept any checkpoint."""
 
 
 class CheckpointDirectory:
-    """A run's folder of checkpoints; `open` makes it.
+    """A run's folder of checkpoints; `open` creates it.
 
-    It keeps the `keep_last` newest ones (None: all), and besides these the `keep_best` best by metric.
+    It keeps the `keep_last` newest checkpoints (None: all), and in addition the `keep_best` best by metric.
 
     Example:
         >>> import tempfile, torch
@@ -43,51 +43,51 @@ class CheckpointDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str] | Url, keep_last: int | None = None, keep_best: int = 0) -> None:
-        self._store = store_at(path)
+        self._store = open_store(path)
         self.path = self._store.where
         self.keep_last = keep_last
         self.keep_best = keep_best
-        self.opened = 0  # times, less those it was closed: a `fit` inside a `fit` may have the same callback
+        self.opened = 0  # opens minus closes: a nested `fit` may have the same callback
 
     def open(self) -> None:
-        """Check, before hours of training, that checkpoints can be written here, and lock out other writers.
+        """Check before training that checkpoints can be written here, and lock out other writers.
 
         Raises:
-            CheckpointBusyError: Another process, or another callback of this one, writes into this folder.
-            CheckpointNotWrittenError: Nothing can be written here.
+            CheckpointBusyError: Another process, or another callback of this process, writes to this folder.
+            CheckpointNotWrittenError: The folder can't be written to.
         """
         if self.opened or not is_first():
             self.opened += 1
             return
         try:
             dropped = self._store.reserve()
-        except HeldError as held:
+        except LockedError as held:
             if held.here:
                 raise CheckpointBusyError(
                     f"another callback of this process keeps checkpoints in {self.path.absolute()}: two in one folder "
-                    "would overwrite each other. Give each a folder of its own"
+                    "would overwrite each other. Give each its own folder"
                 ) from None
-            cure = "two runs in one folder would overwrite each other. Wait for its end, or pass another path"
+            cure = "two runs in one folder would overwrite each other. Wait until it ends, or pass another path"
             raise CheckpointBusyError(f"{held} trains into {self.path.absolute()}: {cure}") from None
         except OSError as error:
-            # An error of another store, such as the Hub's of a repository that isn't there, has words of its own.
-            said = error.strerror or str(error).rstrip(".")
-            why = f"{said}. Pass a folder that exists or can be made, and may be written to"
+            # Other stores' errors, such as the Hub's for a missing repository, have their own messages.
+            reason = error.strerror or str(error).rstrip(".")
+            why = f"{reason}. Pass a folder that exists or can be created, and is writable"
             raise CheckpointNotWrittenError(f"checkpoints can't be written to {self.path.absolute()}: {why}") from error
         self.opened = 1
         if dropped:
             warn(
-                f"dropped from {self.path}: {', '.join(dropped)}, which a process that was killed left unfinished",
+                f"dropped from {self.path}: {', '.join(dropped)}, which a killed process left unfinished",
             )
 
     def close(self) -> None:
-        """Release the lock, so that others may write here, if it was closed as often as opened."""
+        """Release the lock, once the folder has been closed as often as opened."""
         self.opened = max(0, self.opened - 1)
         if not self.opened:
             self._store.release()
 
     def clear(self) -> None:
-        """Remove all checkpoints with a readable manifest, and the folder if only its lock is left: nothing else."""
+        """Remove all checkpoints with a readable manifest, and the folder if only its lock remains; nothing else."""
         if not is_first():
             return
         for name in self._manifests():
@@ -95,64 +95,65 @@ class CheckpointDirectory:
         self._store.discard()
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, whole or damaged, in ascending order."""
-        return [step_of(name) for name in self._store.names()]
+        """Return the steps of all checkpoints, intact or damaged, in ascending order."""
+        return [parse_step(name) for name in self._store.names()]
 
     def write(self, checkpoint: Checkpoint) -> Path | Url:
-        """Write a checkpoint, then remove those that are no longer to be kept; return its folder.
+        """Write a checkpoint, then remove the checkpoints that are no longer kept; return the folder.
 
-        One of the same step is replaced. If the checkpoint is on the device, all hosts of a pod call this.
+        A checkpoint of the same step is replaced. If the checkpoint is on the device, all hosts of a pod must call
+        this.
 
         Raises:
-            CheckpointNotWrittenError: There is no room, the file system refused, or a weight isn't finite. Earlier
-                checkpoints are untouched.
+            CheckpointNotWrittenError: The disk is full, the write failed, or a weight isn't finite. Earlier checkpoints
+                are untouched.
         """
-        name = name_of(checkpoint.step)
+        name = checkpoint_name(checkpoint.step)
         try:
             numbers = [manifest["number"] for manifest in self._manifests().values()]
             write(self._store, name, checkpoint, 1 + max(numbers, default=0))
         except NotFiniteError as error:
-            raise self._not_written(checkpoint, f"{error} holds NaN or infinities") from error
+            raise self._explain_not_written(checkpoint, f"{error} has NaN or infinities") from error
         except OSError as error:
-            why = self._no_room(checkpoint) if error.errno in DISK_FULL else str(error)
-            raise self._not_written(checkpoint, why) from error
+            why = self._explain_full_disk(checkpoint) if error.errno in DISK_FULL else str(error)
+            raise self._explain_not_written(checkpoint, why) from error
         if is_first():
             try:
-                self._prune()  # only now: a failed write leaves the older ones
+                self._prune()  # only now, so that a failed write keeps the older checkpoints
             except OSError as error:
-                warn(f"a checkpoint that is no longer to be kept can't be removed from {self.path}: {error}")
+                warn(f"an old checkpoint can't be removed from {self.path}: {error}")
         return self.path / name
 
-    def newest(self, check: Check = _unchecked) -> Checkpoint | None:
-        """Return the newest whole checkpoint; None if there has never been a checkpoint.
+    def newest(self, check: Check = _accept) -> Checkpoint | None:
+        """Return the newest intact checkpoint; None if there are no checkpoints.
 
         Args:
-            check: Called with each that is read, to raise a `CheckpointDamagedError` (default: nothing more is asked).
+            check: Called with each checkpoint read, to raise a `CheckpointDamagedError` (default: no further checks).
 
         Raises:
-            CheckpointDamagedError: All checkpoints are damaged; the message says how each.
+            CheckpointDamagedError: All checkpoints are damaged; the message lists the faults.
         """
         readable = self._manifests()
         unreadable = [name for name in self._store.names() if name not in readable]
-        return self._first_whole([*readable, *unreadable][::-1], check)
+        return self._find_first_intact([*readable, *unreadable][::-1], check)
 
-    def best(self, check: Check = _unchecked) -> Checkpoint | None:
-        """Return the best whole checkpoint by metric, see `newest`; None if there has never been one with a metric."""
-        return self._first_whole(self._by_metric(), check, self._faults())
+    def best(self, check: Check = _accept) -> Checkpoint | None:
+        """Return the best intact checkpoint by metric, see `newest`; None if no checkpoint has a metric."""
+        return self._find_first_intact(self._sort_by_metric(), check, self._list_faults())
 
-    def _first_whole(self, names: Sequence[str], check: Check, known: Sequence[str] = ()) -> Checkpoint | None:
-        """Return the first that is whole, and warn of the faults of those before, and of others that are known."""
+    def _find_first_intact(self, names: Sequence[str], check: Check, known: Sequence[str] = ()) -> Checkpoint | None:
+        """Return the first intact checkpoint, and warn about the faults of earlier ones and `known` faults."""
         faults = list(known)
         for name in names:
             try:
-                found = read(self.path / name)
-                check(found)
+                checkpoint = read(self.path / name)
+                check(checkpoint)
             except CheckpointDamagedError as error:
                 faults.append(str(error))
                 continue
             for fault in faults:
-                warn(f"{fault}. Going on from {self.path / name}")
-            return found
+                warn(f"{fault}. Resuming from {self.path / name}")
+            return checkpoint
         if faults:
             how = "; ".join(faults)
             cure = "To start over, pass another folder or resume=False"
@@ -160,15 +161,15 @@ class CheckpointDirectory:
         return None
 
     def _manifests(self) -> dict[str, dict[str, Any]]:
-        """Return the readable manifests by name, in order of writing: that of steps, unless training went back."""
+        """Return the readable manifests by name, in order of writing: by step, unless training went back."""
         found = {}
         for name in self._store.names():
-            with suppress(CheckpointError):  # damaged, or of a later version: reported when it is read
+            with suppress(CheckpointError):  # damaged, or from a later version: reported by `read`
                 found[name] = read_manifest(self.path / name)
         return dict(sorted(found.items(), key=lambda item: item[1]["number"]))
 
-    def _faults(self) -> list[str]:
-        """Say what is wrong with the manifests that can't be read, whose metrics nobody knows."""
+    def _list_faults(self) -> list[str]:
+        """List the faults of unreadable manifests, whose metrics are unknown."""
         faults = []
         for name in self._store.names():
             try:
@@ -177,8 +178,8 @@ class CheckpointDirectory:
                 faults.append(str(error))
         return faults
 
-    def _by_metric(self) -> list[str]:
-        """Return the names of the checkpoints with a metric, the best first; of equal ones the earlier first."""
+    def _sort_by_metric(self) -> list[str]:
+        """Return the names of the checkpoints with a metric, the best first; among equal ones the earliest first."""
         metrics = {name: manifest["metric"] for name, manifest in self._manifests().items() if manifest["metric"]}
         return sorted(metrics, key=lambda name: Score(**metrics[name]).order)
 
@@ -186,20 +187,20 @@ class CheckpointDirectory:
         if self.keep_last is None:
             return
         names = list(self._manifests())
-        kept = {*names[-self.keep_last :], *self._by_metric()[: self.keep_best]}
+        kept = {*names[-self.keep_last :], *self._sort_by_metric()[: self.keep_best]}
         for name in names:
             if name not in kept:
                 self._store.remove(name)
 
-    def _not_written(self, checkpoint: Checkpoint, why: str) -> CheckpointNotWrittenError:
+    def _explain_not_written(self, checkpoint: Checkpoint, why: str) -> CheckpointNotWrittenError:
         try:
             steps = self.steps()
-            last = f"The last good one is that of step {steps[-1]}" if steps else "There is none yet"
+            last = f"The last good checkpoint is of step {steps[-1]}" if steps else "There is none yet"
         except OSError:
-            last = f"{self.path} can't be listed either"
+            last = f"{self.path} can't be listed, either"
         return CheckpointNotWrittenError(f"the checkpoint of step {checkpoint.step} was not written: {why}. {last}")
 
-    def _no_room(self, checkpoint: Checkpoint) -> str:
+    def _explain_full_disk(self, checkpoint: Checkpoint) -> str:
         need = sum(t.nbytes for t in (*checkpoint.weights.values(), *checkpoint.training.values()))
         need += len(json.dumps(checkpoint.state))
         free = self._store.free()

@@ -1,7 +1,7 @@
-"""`CheckpointManager`: takes the checkpoints of a `fit` between its steps, and resumes a `fit` from one."""
+"""`CheckpointManager`: takes a `fit`'s checkpoints between its steps, and resumes a `fit` from a checkpoint."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -17,17 +17,17 @@ from ..errors import (
     CheckpointNotWrittenError,
     DataError,
 )
-from ..runtime import copies
+from ..runtime import copy_to_host
 from ..runtime import versions as runtime_versions
 from ..step import Engine, StepRunner, named_tensors
 from ..utils.json_codec import decode, encode
 from ..utils.random import RNGState
 from ..utils.users_code import warn
+from .find_checkpoint import checkpoint_callbacks
 from .format import Checkpoint, Score
 from .objects import UsersObjects
-from .resume import checkpoint_callbacks
-from .state import MALFORMED, PROGRESS, Progress, saved_state
-from .store import step_of
+from .state_json import MALFORMED, PROGRESS, Progress, extract_saved_state
+from .store import parse_step
 from .weight_files import NotFiniteError, write_weights
 from .writer import AsyncCheckpointWriter
 
@@ -38,7 +38,7 @@ class Callbacks(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call a hook of those that override it."""
+        """Call a hook of the callbacks that override it."""
 
 
 def take_checkpoint(
@@ -48,34 +48,34 @@ def take_checkpoint(
     score: Score | None = None,
     save_frozen: bool = True,
 ) -> Checkpoint:
-    """Copy all that training changes to the host. **This waits** for the device, once.
+    """Copy everything that training changes to the host. **This waits** for the device, once.
 
-    A state that is split over the cores is left on them, and must be written before the next step.
+    A state that is split over the cores stays there, and must be written before the next step.
 
     Args:
-        state: The other entries of the checkpoint's `state`, as JSON holds them.
+        state: The other entries of the checkpoint's `state`, as JSON values.
         extra: Further tensors, on the host or the device, by name.
-        save_frozen: False to leave out the parameters that don't learn; their names are kept (default True).
+        save_frozen: False omits frozen parameters, but records their names (default True).
 
     Raises:
-        WeightsError: The module keeps something in its state that isn't a tensor.
+        WeightsError: The module's state has a value that isn't a tensor.
     """
-    own = engine.state.state_dict()
-    training = {**own.training, **(extra or {})}
+    state_of_model = engine.state.state_dict()
+    training = {**state_of_model.training, **(extra or {})}
     learned = {id(parameter) for parameter in engine.model.module.parameters() if parameter.requires_grad}
     frozen = set() if save_frozen else {id(p) for p in engine.model.module.parameters()} - learned
-    weights = {name: tensor for name, tensor in own.weights.items() if id(tensor) not in frozen}
-    left_out = {} if save_frozen else {"left_out": [name for name in own.weights if name not in weights]}
-    host = _on_host(engine, [*weights.values(), *training.values()], "checkpoint")
+    weights = {name: tensor for name, tensor in state_of_model.weights.items() if id(tensor) not in frozen}
+    omitted = {} if save_frozen else {"left_out": [name for name in state_of_model.weights if name not in weights]}
+    host = _copy_to_host(engine, [*weights.values(), *training.values()], "checkpoint")
     return Checkpoint(
         step=engine.state.numbers.step,
         weights={name: host[id(tensor)] for name, tensor in weights.items()},
         training={name: host[id(tensor)] for name, tensor in training.items()},
         state={
             **state,
-            "model": {**own.numbers, **left_out},
-            "optimizers": own.optimizers,
-            "settings": settings(engine),
+            "model": {**state_of_model.numbers, **omitted},
+            "optimizers": state_of_model.optimizers,
+            "settings": collect_settings(engine),
         },
         learned=[name for name, tensor in weights.items() if id(tensor) in learned],
         metric=score,
@@ -84,41 +84,41 @@ def take_checkpoint(
 
 
 def save_weights(engine: Engine, path: str | os.PathLike[str], finite_only: bool) -> None:
-    """Write a model's weights to a file, see `Model.save_weights`. Those that are split come one by one."""
+    """Write a model's weights to a file, see `Model.save_weights`. Split weights are copied one by one."""
     engine.state.write_back()
     module = engine.model.module
     weights = named_tensors(module)
     learned = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     with engine.noticing_loss():
-        host = _on_host(engine, weights.values(), "state")
+        host = _copy_to_host(engine, weights.values(), "state")
         try:
             write_weights(
                 path, {name: host[id(tensor)] for name, tensor in weights.items()}, learned if finite_only else ()
             )
         except NotFiniteError as error:
-            raise CheckpointNotWrittenError(f"{path} was not written: {error} holds NaN or infinities") from error
+            raise CheckpointNotWrittenError(f"{path} was not written: {error} has NaN or infinities") from error
 
 
-def _on_host(engine: Engine, tensors: Iterable[Tensor], reason: str) -> dict[int, Tensor]:
-    """Copy tensors to the host, each once, by the tensors' ids. A state that is split over the cores stays on them."""
+def _copy_to_host(engine: Engine, tensors: Iterable[Tensor], reason: str) -> dict[int, Tensor]:
+    """Copy tensors to the host, each once, and return them by id. A state that is split over the cores stays there."""
     unique = {id(tensor): tensor for tensor in tensors}
     if engine.state.device.shardings:
         return unique
-    return dict(zip(unique, copies(list(unique.values()), reason), strict=True))
+    return dict(zip(unique, copy_to_host(list(unique.values()), reason), strict=True))
 
 
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint's state into a model over the same net, compiled in the same way and already on its cores.
+    """Load a checkpoint's state into a model of the same net, compiled the same way, and already on its cores.
 
     Raises:
-        CheckpointMismatchError: The checkpoint is of another net or optimizer. Nothing has changed.
+        CheckpointMismatchError: The checkpoint is from another net or optimizer. Nothing has changed.
     """
-    engine.state.load_state_dict(saved_state(checkpoint))
+    engine.state.load_state_dict(extract_saved_state(checkpoint))
     engine.register_new_state()
 
 
-def settings(engine: Engine) -> dict[str, Any]:
-    """Return the settings, besides versions and cores, that the last digits of training depend on."""
+def collect_settings(engine: Engine) -> dict[str, Any]:
+    """Return the settings, other than versions and cores, that the last digits of training depend on."""
     return {
         "precision": engine.config.precision,
         "steps_per_execution": engine.config.steps_per_execution,
@@ -127,8 +127,8 @@ def settings(engine: Engine) -> dict[str, Any]:
     }
 
 
-def outside_of_fit(engine: Engine) -> dict[str, Any]:
-    """Return the entries of the state of a checkpoint that is taken outside `fit`."""
+def make_state_outside_fit(engine: Engine) -> dict[str, Any]:
+    """Return the entries of the state for a checkpoint outside `fit`."""
     return {
         "progress": None,
         "data": {},
@@ -137,45 +137,45 @@ def outside_of_fit(engine: Engine) -> dict[str, Any]:
         "objects": {},
         "metrics": None,
         "draws": RNGState.now().state_dict(),
-        "compile": None if engine.state.trains_beside() else engine.config.as_plain(engine.model.optimizer),
+        "compile": None if engine.state.trains_other_parameters() else engine.config.as_plain(engine.model.optimizer),
     }
 
 
 class CheckpointManager:
-    """Takes the checkpoints that callbacks request, after all callbacks have had their turn, with their state."""
+    """Takes the checkpoints that callbacks request, after all callbacks have run, with the callbacks' states."""
 
-    def __init__(self, engine: Engine, train: Stream, callbacks: Callbacks, held_out: Stream | None = None) -> None:
+    def __init__(self, engine: Engine, train: Stream, callbacks: Callbacks, validation: Stream | None = None) -> None:
         self._engine = engine
         self._train = train
         self._callbacks = callbacks
-        self._held_out = held_out  # the data to validate on
-        self._taken: dict[AsyncCheckpointWriter, Progress] = {}  # the point of each one's last checkpoint
+        self._validation = validation  # the validation data
+        self._last_progress: dict[AsyncCheckpointWriter, Progress] = {}  # the progress at each writer's last checkpoint
         self._open = True
         self._run: StepRunner | None = None
         self._progress: Progress | None = None
         self._objects: UsersObjects | None = None
-        engine.log.wanted_saves.clear()  # requests left over from a `fit` that broke off
+        engine.log.wanted_saves.clear()  # requests left over from an interrupted `fit`
         train.keeps_draws = bool(checkpoint_callbacks(callbacks))
 
     def begin(self, resumes: bool) -> None:
-        """Note what the user's objects keep, once the callbacks have begun, and before `fit` resumes.
+        """Record the state of the user's objects, after the callbacks have begun, and before `fit` resumes.
 
         Raises:
-            WeightsError: The module keeps something in its state that isn't a tensor, and there will be checkpoints.
+            WeightsError: The module's state has a value that isn't a tensor, and there will be checkpoints.
         """
         saves = bool(checkpoint_callbacks(self._callbacks))
         if saves:
-            named_tensors(self._engine.model.module)  # now, and not when the first is due
+            named_tensors(self._engine.model.module)  # raises now rather than when the first checkpoint is due
         if saves or resumes:
-            streams = [self._train] if self._held_out is None else [self._train, self._held_out]
+            streams = [self._train] if self._validation is None else [self._train, self._validation]
             self._objects = UsersObjects(self._engine, self._callbacks, streams)
 
     def load_first(self, checkpoint: Checkpoint) -> None:
-        """Load the callbacks that want their state before they begin (`Callback.loads_first`), ahead of `go_on`."""
+        """Load the state of callbacks that need it before they begin (`Callback.loads_first`), before `resume`."""
         self._load_callbacks(checkpoint, first=True)
 
     def note(self, progress: Progress, run: StepRunner | None = None) -> None:
-        """Note the point that training has reached, between two steps, and take the requested checkpoints.
+        """Record training's progress, between two steps, and take the requested checkpoints.
 
         `run` is the runner of the epoch's steps, if it has begun.
 
@@ -191,33 +191,40 @@ class CheckpointManager:
             wanted = self._engine.log.wanted_saves
             self._engine.log.wanted_saves = []
             for writer, score in wanted:
-                self._tell(writer.wait())  # before the next one is written, which may remove it
-                self._tell(writer.submit(self._checkpoint(score, writer.save_frozen)))
-                self._taken[writer] = progress
+                self._report_written(writer.wait())  # before the next write, which may remove this checkpoint
+                self._report_written(writer.submit(self._checkpoint(score, writer.save_frozen)))
+                self._last_progress[writer] = progress
         else:
-            for writer in self._taken:
-                self._tell(writer.poll())
+            for writer in self._last_progress:
+                self._report_written(writer.poll())
 
     def save_now(self) -> None:
         """Take a last checkpoint for every callback that keeps checkpoints, and wait until it is written."""
         self._save_for(writer for _, writer in checkpoint_callbacks(self._callbacks))
 
     @contextmanager
-    def rescuing(self) -> Iterator[None]:
-        """After an error, save the last whole step for the callbacks that want it, unless a step is half done."""
+    def save_after_error(self, leaves_at_once: Callable[[], bool]) -> Iterator[None]:
+        """Return a context that after an error saves the last step for callbacks that want it, unless it is half done.
+
+        It waits for a checkpoint in progress, even after a `KeyboardInterrupt` in the user's code, but not if
+        `leaves_at_once`, as after a second Ctrl-C.
+        """
         try:
             yield
-        except Exception:
-            if self._progress is not None and (self._run is None or not self._run.inside):
-                if self._run is not None:  # a callback may have raised after a step that nobody had noted yet
+        except BaseException as error:
+            if not isinstance(error, Exception) and leaves_at_once():
+                raise
+            inside = self._run is not None and self._run.inside
+            if isinstance(error, Exception) and self._progress is not None and not inside:
+                if self._run is not None:  # a callback may have raised after a step that isn't recorded yet
                     self._progress = replace(self._progress, batches=self._run.tally.batches)
                 self._save_for(
                     writer for callback, writer in checkpoint_callbacks(self._callbacks) if callback.save_on_exception
                 )
-            for writer in self._taken:
+            for writer in self._last_progress:
                 try:
                     writer.finish()
-                except CheckpointError as fault:  # it mustn't hide the error itself
+                except CheckpointError as fault:  # a fault mustn't hide the error
                     warn(str(fault))
             raise
 
@@ -226,42 +233,43 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotWrittenError: The last checkpoint could not be written. If a callback has ended training
-                because the loss isn't finite, that is a warning.
+                because the loss isn't finite, this is a warning instead.
         """
         ended = self._engine.model.stop_training and self._engine.log.first_bad_step is not None
-        for writer in self._taken:
+        for writer in self._last_progress:
             try:
-                self._tell(writer.finish())
+                self._report_written(writer.finish())
             except CheckpointNotWrittenError as error:
                 if not ended:
                     raise
                 warn(str(error))
 
-    def go_on(self, checkpoint: Checkpoint, run: StepRunner | None = None) -> int:
-        """Resume from a checkpoint, after the callbacks have begun: it overrides what they begin with.
+    def resume(self, checkpoint: Checkpoint, run: StepRunner | None = None) -> int:
+        """Resume from a checkpoint, after the callbacks have begun: it overrides their initial states.
 
-        `run` is the runner of the epoch's steps, if the checkpoint is from the middle of one.
+        `run` is the runner of the epoch's steps, if the checkpoint is from the middle of an epoch.
 
         Returns:
-            The number of the epoch's batches that are trained on.
+            The number of the epoch's batches already trained on.
 
         Raises:
-            CheckpointMismatchError: The checkpoint is of another net, optimizer or data.
+            CheckpointMismatchError: The checkpoint is from another net, optimizer or data.
             CheckpointDamagedError: Its state can't be loaded.
         """
         state = checkpoint.state
-        restore(self._engine, checkpoint)  # before the callbacks, which count steps from the model's own
-        with _loading(checkpoint):
+        restore(self._engine, checkpoint)  # before the callbacks, which count from the model's steps
+        with _translate_load_errors(checkpoint):
             if self._objects is not None:
                 self._objects.load_state_dict(state["objects"])
         self._load_callbacks(checkpoint, first=False)
-        with _loading(checkpoint):
+        with _translate_load_errors(checkpoint):
             batches = self._train.load_state_dict(state["data"])
-            if self._held_out is not None:
-                self._held_out.load_state_dict(state["validation"])
+            if self._validation is not None:
+                self._validation.load_state_dict(state["validation"])
             if run is not None:
-                own = {n.removeprefix("metric/"): t for n, t in checkpoint.training.items() if n.startswith("metric/")}
-                run.load_sums(state["metrics"], own, batches)
+                names = [name for name in checkpoint.training if name.startswith("metric/")]
+                sums = {name.removeprefix("metric/"): checkpoint.training[name] for name in names}
+                run.load_sums(state["metrics"], sums, batches)
         _warn_of_differences(checkpoint, self._engine)
         RNGState.of(state["draws"]).restore()  # last: everything above may draw random numbers
         return batches
@@ -269,23 +277,23 @@ class CheckpointManager:
     def _save_for(self, writers: Iterable[AsyncCheckpointWriter]) -> None:
         if not self._open or self._progress is None or self._engine.state.device.lost:
             return
-        self._open = False  # no later request may replace the last checkpoint
+        self._open = False  # so that no later request replaces the last checkpoint
         used = list(writers)
         for writer in used:
-            if self._taken.get(writer) != self._progress:  # else it is writing this one already
-                self._tell(writer.submit(self._checkpoint(None, writer.save_frozen)))
+            if self._last_progress.get(writer) != self._progress:  # else it is already writing this checkpoint
+                self._report_written(writer.submit(self._checkpoint(None, writer.save_frozen)))
         for writer in used:  # only now, so that all write at the same time
-            self._tell(writer.finish())
+            self._report_written(writer.finish())
 
     def _checkpoint(self, score: Score | None, save_frozen: bool) -> Checkpoint:
         progress = self._progress
         run = self._run
         assert progress is not None
         extra: dict[str, Tensor] = {}
-        state = outside_of_fit(self._engine) | {
+        state = make_state_outside_fit(self._engine) | {
             "progress": {name: encode(getattr(progress, name), name, extra) for name in PROGRESS},
             "data": self._train.state_dict(progress.batches if run is not None else None),
-            "validation": {} if self._held_out is None else self._held_out.state_dict(None),
+            "validation": {} if self._validation is None else self._validation.state_dict(None),
             "callbacks": self._callback_states(extra),
             "objects": self._objects.state_dict() if self._objects is not None else {},
         }
@@ -297,56 +305,56 @@ class CheckpointManager:
     def _callback_states(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
         states = []
         for i, callback in enumerate(self._callbacks):
-            own = callback.state_dict() if hasattr(callback, "state_dict") else None
-            if own:
+            state = callback.state_dict() if hasattr(callback, "state_dict") else None
+            if state:
                 name = type(callback).__name__
-                states.append({"class": name, "state": encode(own, f"callback/{i}/{name}", tensors)})
+                states.append({"class": name, "state": encode(state, f"callback/{i}/{name}", tensors)})
         return states
 
     def _load_callbacks(self, checkpoint: Checkpoint, first: bool) -> None:
-        """Give each callback the first state of its class that no callback before it has taken.
+        """Load each callback with the first state of its class that no earlier callback has loaded.
 
-        `first` is for the callbacks that want it before they begin, else it is for the others.
+        `first` selects the callbacks with `loads_first`, else the others.
         """
-        waiting: list[dict[str, Any]] = list(checkpoint.state["callbacks"])
+        pending: list[dict[str, Any]] = list(checkpoint.state["callbacks"])
         for callback in self._callbacks:
-            own = next((state for state in waiting if state["class"] == type(callback).__name__), None)
-            if own is not None and hasattr(callback, "load_state_dict"):
-                waiting.remove(own)
+            entry = next((state for state in pending if state["class"] == type(callback).__name__), None)
+            if entry is not None and hasattr(callback, "load_state_dict"):
+                pending.remove(entry)
                 if getattr(callback, "loads_first", False) == first:
-                    state = decode(own["state"], checkpoint.training)
+                    state = decode(entry["state"], checkpoint.training)
                     try:
                         callback.load_state_dict(state)
-                    except Exception as error:  # as in its hooks
+                    except Exception as error:  # as from its hooks
                         name = f"{type(callback).__name__}.load_state_dict"
                         raise CallbackError(f"{name} raised {type(error).__name__}: {error}") from error
-        if waiting and not first:
-            names = ", ".join(state["class"] for state in waiting)
+        if pending and not first:
+            names = ", ".join(state["class"] for state in pending)
             warn(f"the checkpoint has the state of callbacks that are no longer there: {names}")
 
-    def _tell(self, written: Any) -> None:
+    def _report_written(self, written: Any) -> None:
         if written is not None:
-            self._callbacks.call("on_save", step_of(written.name), {"path": str(written)})
+            self._callbacks.call("on_save", parse_step(written.name), {"path": str(written)})
 
 
 @contextmanager
-def _loading(checkpoint: Checkpoint) -> Iterator[None]:
-    """A context in which a part of a checkpoint's state is loaded."""
+def _translate_load_errors(checkpoint: Checkpoint) -> Iterator[None]:
+    """Return a context that turns errors of loading a checkpoint's state into checkpoint errors."""
     try:
         yield
     except DataError as error:
-        raise CheckpointMismatchError(f"{error}. resume='next_epoch' leaves out the rest of that epoch") from error
+        raise CheckpointMismatchError(f"{error}. resume='next_epoch' skips the rest of that epoch") from error
     except MALFORMED as error:
         raise CheckpointDamagedError(
             f"the state of the checkpoint of step {checkpoint.step} can't be loaded ({type(error).__name__}: "
-            f"{str(error)[:200]}): resume from another one, by its path"
+            f"{str(error)[:200]}): resume from another checkpoint, by its path"
         ) from error
 
 
 def _warn_of_differences(checkpoint: Checkpoint, engine: Engine) -> None:
-    """Warn if the results will differ from those of a run that was never broken off."""
+    """Warn if the results will differ from an uninterrupted run's."""
     before = {**checkpoint.mesh, **checkpoint.state["settings"], **checkpoint.versions}
-    now = {"cores": engine.state.placement.count, **settings(engine), **runtime_versions()}
+    now = {"cores": engine.state.placement.count, **collect_settings(engine), **runtime_versions()}
     others = [f"{name}: {before.get(name)} -> {value}" for name, value in now.items() if before.get(name) != value]
     if others:
-        warn(f"going on from step {checkpoint.step} is not bit-exact: {', '.join(others)}")
+        warn(f"resuming from step {checkpoint.step} is not bit-exact: {', '.join(others)}")

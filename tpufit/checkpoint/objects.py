@@ -1,4 +1,4 @@
-"""`UsersObjects`: what the user's own objects keep while a `fit` trains, besides tensors: for checkpoints."""
+"""`UsersObjects`: the state of the user's objects during a `fit`, other than tensors, for checkpoints."""
 
 import types
 from collections import Counter
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..data import Stream
-from ..errors import few
+from ..errors import join_few
 from ..metrics import is_collection, is_metric
 from ..step import Engine, UserModel, named_tensors
 from ..utils.json_codec import is_json
@@ -21,16 +21,16 @@ from ..utils.users_code import is_users_module, warn
 _MODELS = {*UserModel.__annotations__, "_engine"}
 _CALLBACKS = {"model", "params", "checkpoints"}
 
-# Where tpufit's callbacks are defined, and the `state_dict` that says nothing.
-_CALLBACKS_OF = "tpufit.callbacks."
+# The modules of tpufit's callbacks, and of their default `state_dict`.
+_TPUFITS_CALLBACKS = "tpufit.callbacks."
 _BASE = "tpufit.callbacks.base"
 
 
 class UsersObjects:
-    """What the user's own objects keep besides tensors: module, loss, metrics, model, optimizers and callbacks.
+    """The state, other than tensors, of the user's objects: module, loss, metrics, model, optimizers and callbacks.
 
-    Their attributes as they are when this object is made are the script's, and those that change later are state. A
-    callback that has a `state_dict` of its own speaks for itself, and streams of data save what their objects keep.
+    Attributes that change after this object is made are state; others come from the script. A callback's `state_dict`
+    takes precedence, and data streams save the state of their objects.
     """
 
     def __init__(self, engine: Engine, callbacks: Iterable[Any], streams: Iterable[Stream]) -> None:
@@ -46,24 +46,24 @@ class UsersObjects:
             **{metric.name: metric.users for metric in config.metrics},
         }
         for name, optimizer in optimizers.items():
-            for i, group in enumerate(optimizer.param_groups):  # the others are saved with the optimizer
+            for i, group in enumerate(optimizer.param_groups):  # the other entries are saved with the optimizer
                 plain = [key for key, value in group.items() if key == "params" or is_json(value)]
                 roots[f"{name}.param_groups[{i}]"] = ItemsExcept(group, plain)
         self._engine = engine
         self._warned = set[str]()
         self._streams = list(streams)
         for stream in self._streams:
-            stream.keep()
+            stream.track_objects()
         self._names = set(named_tensors(model.module))
-        self._kept = Kept({**roots, **dict(_of_callbacks(callbacks))}, leave=[model, engine])
+        self._kept = Kept({**roots, **dict(_collect_callbacks(callbacks))}, leave=[model, engine])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has changed, as JSON holds it; once for each name, warn of what can't be saved."""
-        self._kept.look_again()
+        """Return the changed values, as JSON values; warn once for each name about values that can't be saved."""
+        self._kept.refresh()
         every = [
-            *self._kept.lost(),
-            *_lost_of(self._engine.state.named_optimizers()),
-            *(name for stream in self._streams for name in stream.lost()),
+            *self._kept.list_unsaved(),
+            *_list_lost_optimizer_values(self._engine.state.named_optimizers()),
+            *(name for stream in self._streams for name in stream.list_lost_values()),
         ]
         lost = [name for name in every if name not in self._warned]
         if lost:
@@ -73,39 +73,39 @@ class UsersObjects:
         if made:
             self._names.update(made)
             warn(
-                f"the module has made {few(made)} in its steps, and no checkpoint with it can be resumed from by a new "
-                "one, which lacks it: register it in __init__, or run the module once before fit"
+                f"the module has created {join_few(made)} in its steps, so a new module, which lacks it, can't resume "
+                "from the checkpoints: register it in __init__, or run the module once before fit"
             )
         return self._kept.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set back what had changed."""
+        """Restore the changed values."""
         homeless = self._kept.load_state_dict(state)
         if homeless:
-            warn(f"the checkpoint has values of objects that are no longer there: {few(homeless)}")
+            warn(f"the checkpoint has values of objects that no longer exist: {join_few(homeless)}")
 
 
-def _lost_of(optimizers: Mapping[str, Optimizer]) -> list[str]:
-    """Return the names in the optimizers' states of what can't be saved."""
+def _list_lost_optimizer_values(optimizers: Mapping[str, Optimizer]) -> list[str]:
+    """Return the names of the optimizers' state values that can't be saved."""
     return [
         f"{name}.state[...][{key!r}]"
         for name, optimizer in optimizers.items()
-        for key in dict.fromkeys(key for own in optimizer.state.values() for key in own)
-        if not all(isinstance(own.get(key), Tensor) or is_json(own.get(key)) for own in optimizer.state.values())
+        for key in dict.fromkeys(key for state in optimizer.state.values() for key in state)
+        if not all(isinstance(state.get(key), Tensor) or is_json(state.get(key)) for state in optimizer.state.values())
     ]
 
 
 def warn_of_lost(names: list[str]) -> None:
-    """Warn of attributes that training changes and checkpoints can't hold."""
+    """Warn about attributes that training changes and checkpoints can't save."""
     warn(
-        f"checkpoints can't hold {few(names)}, which changes in training: a resumed fit finds it as your script makes "
-        "it. Keep numbers, strings, random generators and small tensors or lists of them; or buffers, in a module; or "
-        "give the object state_dict and load_state_dict"
+        f"checkpoints can't save {join_few(names)}, which changes in training: a resumed fit starts with your script's "
+        "value. Use numbers, strings, random generators and small tensors or lists of them; or buffers, in a module; "
+        "or give the object state_dict and load_state_dict"
     )
 
 
-def _of_callbacks(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the callbacks without a `state_dict` of their own, by class; of tpufit's own, the user's functions."""
+def _collect_callbacks(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the callbacks without a `state_dict`, by class name; of tpufit's callbacks only the user's functions."""
     counts: Counter[str] = Counter()
     for callback in callbacks:
         kind = type(callback)
@@ -122,8 +122,8 @@ def _of_callbacks(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _has_state(callback: Any) -> bool:
-    """True if its class has a `state_dict`; of a class of the user's, one that tpufit's class hasn't given it."""
+    """True if a callback's class has a `state_dict`; for a user's class, one that isn't inherited from tpufit."""
     kind = type(callback)
-    own: Callable[..., Any] | None = getattr(kind, "state_dict", None)
-    ours = _BASE if not is_users_module(kind.__module__) else _CALLBACKS_OF
-    return own is not None and not own.__module__.startswith(ours)
+    method: Callable[..., Any] | None = getattr(kind, "state_dict", None)
+    ours = _BASE if not is_users_module(kind.__module__) else _TPUFITS_CALLBACKS
+    return method is not None and not method.__module__.startswith(ours)

@@ -1,4 +1,4 @@
-"""Weights in one file: safetensors, written beside their target and committed by rename. Nothing is ever unpickled."""
+"""Weights in a file: safetensors files are written atomically, by a rename; other formats are only read."""
 
 import json
 import os
@@ -15,27 +15,27 @@ from ..hosts import is_first
 from ..runtime import fetch_each
 from ..utils.files import replacing, write_one_by_one, write_tensors
 from ..utils.urls import Mirror
+from .torch_files import SUFFIXES, read_torch_file
 
-NO_PICKLES = "Only safetensors are read; a pickle made by torch.save is not, because it could run any code"
+OTHERS = f"model.load_weights also reads files of torch.save, if they end in {' or '.join(SUFFIXES)}"
 _SUFFIX = ".safetensors"
-_PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")  # of torch.save
 
 
 def write_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], finite: Collection[str] = ()) -> None:
-    """Write tensors to a file or URL, `*.safetensors`. It is whole or not there, whenever the process may die.
+    """Write tensors to a file or URL, `*.safetensors`, atomically, even if the process is killed.
 
-    Missing folders are made; a file there is replaced. Tensors on the device come one by one. A tied tensor is stored
-    once, with its other names under `tied` in the metadata.
+    Creates missing folders, and replaces an existing file. Tensors on the device are copied one by one. A tied tensor
+    is stored once, with its other names under `tied` in the metadata.
 
     Raises:
         ArgumentError: The path has another suffix.
-        NotFiniteError: A weight that `finite` names has NaN or infinities.
-        OSError: The file system refused.
+        NotFiniteError: A weight that `finite` lists has NaN or infinities.
+        OSError: The write failed.
     """
-    where = weights_path(path)
-    stored, metadata = untied(weights)
-    with arriving(stored, finite) as values:
-        if not is_first():  # of a pod only process 0 writes
+    where = check_weights_path(path)
+    stored, metadata = untie(weights)
+    with fetch_checked(stored, finite) as values:
+        if not is_first():  # on a pod only process 0 writes
             return
         mirror = Mirror(where, file=True)
         mirror.path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,89 +45,86 @@ def write_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], f
 
 
 class NotFiniteError(ValueError):
-    """A weight has NaN or infinities; the message is its name."""
+    """A weight has NaN or infinities; the message is the weight's name."""
 
 
 @contextmanager
-def arriving(
+def fetch_checked(
     weights: Mapping[str, Tensor], finite: Collection[str] = (), others: Iterable[Tensor] = ()
 ) -> Iterator[Iterator[Tensor]]:
-    """Give an iterator over the values of tensors, in their order, which come from the device one by one.
+    """Return a context with an iterator over the values of tensors, in order, copied from the device one by one.
 
-    On a pod all hosts take part in that, so that on leaving the rest comes too. The iterator raises `NotFiniteError`
-    for a weight that `finite` names. The `others` come after the weights.
+    On a pod all hosts take part in the copying, so leaving the context fetches the remaining values. The iterator
+    raises `NotFiniteError` for a weight that `finite` lists. The `others` follow the weights.
     """
     fetching = fetch_each([*weights.values(), *others], "checkpoint")
 
-    def checked() -> Iterator[Tensor]:
+    def check_parts() -> Iterator[Tensor]:
         for name in weights:
             value = next(fetching)
             if name in finite and not bool(value.isfinite().all()):
                 raise NotFiniteError(name)
             yield value
-            del value  # before the next one comes
+            del value  # before the next value is fetched
         yield from fetching
 
     try:
-        yield checked()
+        yield check_parts()
     finally:
-        deque(fetching, maxlen=0)  # unlike a loop it keeps none while the next one comes
+        deque(fetching, maxlen=0)  # unlike a loop, this keeps no value while it fetches the next
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], values: Iterator[Tensor]) -> None:
-    """Write a file of tensors, as `untied` gives them, see `write_tensors`; of those on the device one by one.
+    """Write a file of tensors from `untie`, see `write_tensors`; tensors on the device one by one.
 
-    The values are what `arriving` gives, the metadata the file's own words about itself.
+    The values come from `fetch_checked`; the metadata is stored in the file.
     """
-    if are_here(tensors.values()):
+    if are_on_host(tensors.values()):
         write_tensors(path, dict(zip(tensors, values, strict=False)), metadata)
     else:
         write_one_by_one(path, tensors, values, metadata)
 
 
-def are_here(tensors: Iterable[Tensor]) -> bool:
+def are_on_host(tensors: Iterable[Tensor]) -> bool:
     """True if all tensors are on the host."""
     return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file, by tpufit or by others, by name; tied ones under each of their names.
+    """Read the tensors of any safetensors file by name; tied tensors under each of their names.
+
+    A file of `torch.save` is recognised by its suffix, see `read_torch_file`.
 
     Raises:
         ArgumentError: The path has another suffix, or is a folder.
-        FileNotFoundError, PermissionError: There is no such file, or it may not be read.
-        WeightsError: The file is not a safetensors file.
+        FileNotFoundError, PermissionError: There is no such file, or it isn't readable.
+        WeightsError: The file isn't a safetensors file; or it is a file of `torch.save` without weights.
     """
-    suffix = Path(path).suffix
-    if suffix in _PICKLES:
-        part = "['state_dict']" if suffix == ".ckpt" else ""
-        raise ArgumentError(
-            f"weights are kept as safetensors: pass a path ending in '{_SUFFIX}', got {str(path)!r}. "
-            "If torch.save made it: "
-            f"model.load_state_dict(torch.load({str(path)!r}, map_location='cpu', weights_only=True){part})"
-        )
+    pickled = Path(path).suffix in SUFFIXES
     if Path(path).is_dir():
         raise ArgumentError(
             f"weights are kept as safetensors: pass a path ending in '{_SUFFIX}', and {str(path)!r} is a folder. "
             f"tpufit.load({str(path)!r}, net) loads what model.save or ModelCheckpoint keeps there"
         )
-    mirror = Mirror(weights_path(path), file=True)
+    mirror = Mirror(os.fspath(path) if pickled else check_weights_path(path), file=True)
     mirror.pull()
     source = mirror.path
     if not source.is_file():
         raise FileNotFoundError(f"no weights at {path}")
-    source.open("rb").close()  # safetensors says of a file that may not be read that there is none
+    source.open("rb").close()  # safetensors reports an unreadable file as missing
+    if pickled:
+        return read_torch_file(source, path)
     try:
         with safetensors.safe_open(source, framework="pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             tied = json.loads((file.metadata() or {}).get("tied", "{}"))
         return weights | {name: weights[owner] for name, owner in tied.items() if owner in weights}
     except (safetensors.SafetensorError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{source} is not a safetensors file, or it is damaged ({error}). {NO_PICKLES}") from error
+        raise WeightsError(f"{source} is not a safetensors file, or it is damaged ({error}). {OTHERS}") from error
 
 
-def untied(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the content of a file of weights: each tensor once, and the metadata with other names of tied ones.
+def untie(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the content of a weights file: each tensor once, and metadata with the other names of tied tensors.
 
     The widest dtypes come first.
     """
@@ -140,19 +137,19 @@ def untied(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
             stored[name] = tensor.contiguous()
         else:
             tied[name] = owner
-    return widest_first(stored), {"format": "pt", "tied": json.dumps(tied)}
+    return sort_by_width(stored), {"format": "pt", "tied": json.dumps(tied)}
 
 
-def widest_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the same tensors in the order in which a file can hold them."""
+def sort_by_width(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sort tensors into a file's order, the widest dtypes first."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
 
-def weights_path(path: str | os.PathLike[str]) -> str:
-    """Check that a path is one of a weights file; the error names the one format there is.
+def check_weights_path(path: str | os.PathLike[str]) -> str:
+    """Check that a path has the suffix of a weights file.
 
     Example:
-        >>> weights_path("runs/best.safetensors")
+        >>> check_weights_path("runs/best.safetensors")
         'runs/best.safetensors'
     """
     if Path(path).suffix != _SUFFIX:

@@ -1,11 +1,11 @@
-"""`tpufit.doctor()`: checks everything that a training on this machine needs to be fast, or to run at all.
+"""`tpufit.doctor()`: checks everything that a training on this machine needs to run, and to be fast.
 
-| file | its idea |
+| file | content |
 | --- | --- |
-| `facts` | gathers the facts, without a judgement |
-| `checks` | turns facts into rows with their cures |
-| `trial` | trains a few steps, in a process of its own |
-| `training` | the code that this process runs |
+| `facts` | gathers facts, without judging them |
+| `checks` | turns facts into rows with cures |
+| `trial` | trains a few steps in another process |
+| `training` | the code of that process |
 """
 
 from collections.abc import Iterable
@@ -19,16 +19,16 @@ from .facts import collect
 
 
 def doctor(train: bool = True, timeout: float = 300.0) -> list[Row]:
-    """Check this machine, and print a table of what it has, and what to do about each fault.
+    """Check this machine, and print a table of its state, with a cure for each fault.
 
-    It needs neither a TPU nor torch, starts nothing in this process, and ends no other.
+    It needs neither a TPU nor torch, starts no runtime in this process, and ends no other process.
 
     Args:
-        train: True (default) to train a few steps on one core and on all of them, each in a process of its own.
-        timeout: The seconds that each of these may take (default 300).
+        train: True (default) trains a few steps on one core and on all cores, each in another process.
+        timeout: The most seconds that each training may take (default 300).
 
     Returns:
-        The rows of the table. All is well if none has the status `"error"`.
+        The rows of the table. Everything works if no row has the status `"error"`.
 
     Example:
         >>> import contextlib, io, tpufit
@@ -44,7 +44,7 @@ def doctor(train: bool = True, timeout: float = 300.0) -> list[Row]:
 
 
 def table(rows: Iterable[Row]) -> Table:
-    """The rows as a table for rich."""
+    """Format the rows as a rich table."""
     shown = Table("", "check", "what there is, and what to do", box=None, header_style="bold")
     for row in rows:
         colour = {"ok": "green", "warning": "yellow", "error": "red"}[row.status]

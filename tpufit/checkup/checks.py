@@ -1,19 +1,19 @@
-"""The checks: each is a function from facts to rows, and gives the cure for a fault in one sentence."""
+"""The checks: functions from facts to rows, with a one-sentence cure for each fault."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..errors import VersionError, counted
+from ..errors import VersionError, say_count
 from ..utils import releases
 from ..utils.hardware import LACKS_MEMORY, describe, retired_variables
 from ..utils.text import size
 from .facts import Facts
 from .trial import ALL, Trial
 
-# Of XRT, the runtime before PJRT, which torch_xla dropped in 2.1.
+# Variables of XRT, the runtime before PJRT, which torch_xla dropped in 2.1.
 _XRT = ("XRT_TPU_CONFIG", "XRT_WORKERS", "XRT_DEVICE_MAP", "XRT_SHARD_WORLD_SIZE", "TPU_IP_ADDRESS", "COLAB_TPU_ADDR")
-_OF_ANOTHER_RUN = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS")
-_OF_A_CHOICE = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "CPU_NUM_DEVICES")
+_MULTIPROCESS = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS")
+_LIMITING = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "CPU_NUM_DEVICES")
 _SLOWING = ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL", "XLA_HLO_DEBUG", "XLA_IR_DEBUG", "XLA_USE_EAGER_DEBUG_MODE")
 _SHARDING = ("XLA_USE_SPMD", "XLA_AUTO_SPMD", "XLA_AUTO_SPMD_MESH")
 
@@ -21,6 +21,8 @@ _CHOOSING_A_TPU = {
     "Kaggle": "Settings > Accelerator > TPU, and restart the session",
     "Colab": "Runtime > Change runtime type > a TPU",
 }
+
+TPU_PROCESSES = "processes on the TPU"  # the row whose text contains the commands of others
 
 _LITTLE_MEMORY = 4 << 30
 _LITTLE_DISK = 5 << 30
@@ -32,10 +34,10 @@ class Row:
     """One line of the table.
 
     Attributes:
-        name: The thing that was checked.
+        name: What was checked.
         status: `"ok"`, `"warning"` or `"error"`.
         found: Its state.
-        cure: The cure; nothing if all is well.
+        cure: The cure; "" if there is no fault.
     """
 
     name: str
@@ -45,25 +47,29 @@ class Row:
 
 
 def _row(name: str, found: str, *, error: str = "", warning: str = "") -> Row:
-    """A row that is well unless a cure is given."""
+    """Make a row, whose status is `"ok"` unless a cure is given."""
     return Row(name, "error" if error else "warning" if warning else "ok", found, error or warning)
 
 
 def python(facts: Facts) -> Iterator[Row]:
     supported = (3, 10) <= facts.python[:2] <= (3, 13)
-    cure = "" if supported else "torch and torch_xla of the releases that tpufit works with need Python 3.10 to 3.13"
+    cure = "" if supported else "torch and its runtimes of the releases that tpufit works with need Python 3.10 to 3.13"
     yield _row("Python", ".".join(map(str, facts.python)), error=cure)
 
 
 def versions(facts: Facts) -> Iterator[Row]:
-    pair = facts.versions.get("torch"), facts.versions.get("torch_xla")
-    found = f"torch {pair[0] or 'missing'}, torch_xla {pair[1] or 'missing'}"
+    names = ("torch", *releases.RUNTIMES)
+    runtimes = [name for name in releases.RUNTIMES if facts.versions.get(name)] or ["torch_xla"]
+    found = ", ".join(f"{name} {facts.versions.get(name) or 'missing'}" for name in ("torch", *runtimes))
+    if facts.gpus and not facts.chips and not any(map(facts.versions.get, releases.RUNTIMES)):
+        yield _row("torch", f"torch {facts.versions.get('torch') or 'missing'}, which is enough for a GPU")
+        return
     try:
-        releases.check_versions(*pair)
+        releases.check_versions(*map(facts.versions.get, names))
         cure = ""
     except VersionError as error:
         cure = str(error)
-    yield _row("torch and torch_xla", found, error=cure)
+    yield _row(f"torch and {runtimes[0]}", found, error=cure)
 
 
 def libtpu(facts: Facts) -> Iterator[Row]:
@@ -73,35 +79,36 @@ def libtpu(facts: Facts) -> Iterator[Row]:
         cure = f"{install}: without libtpu the TPU is not found" if facts.chips else ""
         yield _row("libtpu", "not installed" + ("" if facts.chips else "; only a TPU needs it"), error=cure)
         return
-    # What trains is right, whatever its number is; without a TPU nobody can say.
+    # A version with which a training ran is fine; without a TPU this is unknown.
     unproven = facts.chips and not any(trial.ran_on for trial in facts.trials)
-    if releases.tried_libtpu(facts.versions) or not unproven:
+    if releases.is_tested_libtpu(facts.versions) or not unproven:
         yield _row("libtpu", version)
         return
-    with_it = f"torch_xla {facts.versions.get('torch_xla')}"
-    cure = f"tpufit was not tried with this one and {with_it}; if training doesn't start: {install}"
+    runtime = "torch_tpu" if facts.versions.get("torch_tpu") else "torch_xla"
+    with_it = f"{runtime} {facts.versions.get(runtime)}"
+    cure = f"tpufit is untested with this version and {with_it}; if training doesn't start: {install}"
     yield _row("libtpu", version, warning=cure)
 
 
 def compiler(facts: Facts) -> Iterator[Row]:
     found = {name: facts.versions.get(name) for name in releases.COMPILER}
     here = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
-    missing = releases.missing(found)
+    missing = releases.list_missing(found)
     if missing and found["jax"] is None and found["jaxlib"] is None:
         yield _row("the TPU's compiler", "not installed; only preflight needs it")
     elif missing:
         cure = f"preflight needs {' and '.join(missing)} too: {releases.command(facts.versions)}"
         yield _row("the TPU's compiler", here, warning=cure)
     else:
-        known = "" if releases.tried(facts.versions) else "; not tried with this torch_xla, which preflight will do"
+        known = "" if releases.is_tested(facts.versions) else "; untested with this torch_xla, but preflight will try"
         yield _row("the TPU's compiler", here + known)
 
 
 def tensorflow(facts: Facts) -> Iterator[Row]:
     version = facts.versions.get("tensorflow")
     cure = (
-        "it loads libtpu too, and the first to do so keeps the TPU: pip uninstall -y tensorflow && pip install "
-        "tensorflow-cpu, or never import it before fit (TPU_LOAD_LIBRARY=0 helps where you must)"
+        "it loads libtpu, too, and the first process to do so keeps the TPU: pip uninstall -y tensorflow && pip "
+        "install tensorflow-cpu, or don't import it before fit (if you must, set TPU_LOAD_LIBRARY=0)"
     )
     found = f"tensorflow {version}" if version else "none that takes the TPU"
     yield _row("TensorFlow", found, warning=cure if version else "")
@@ -112,14 +119,17 @@ def device(facts: Facts) -> Iterator[Row]:
     if facts.chips:
         chip = facts.chips[0]
         cores = sum(chip.devices for chip in facts.chips)
-        count = f"{counted(len(facts.chips), 'chip')}, {counted(cores, 'core')}"
+        count = f"{say_count(len(facts.chips), 'chip')}, {say_count(cores, 'core')}"
         found = f"TPU {chip.name}: {count} of at least {chip.memory} GB each"
         cure = "" if wish in (None, "TPU") else f"PJRT_DEVICE={wish!r} leaves the TPU idle: unset it"
         yield _row("device", f"{found}; on {facts.place}", warning=cure)
         return
     found = f"no TPU on the PCI bus; on {facts.place}"
+    if facts.gpus and wish is None:
+        yield _row("device", f"{say_count(facts.gpus, 'NVIDIA GPU')}, of which training uses one; {found}")
+        return
     if wish == "TPU":
-        yield _row("device", found, error="PJRT_DEVICE=TPU asks for one: choose a machine with a TPU, or unset it")
+        yield _row("device", found, error="PJRT_DEVICE=TPU requires a TPU: choose a machine with a TPU, or unset it")
     else:
         cure = _CHOOSING_A_TPU.get(facts.place, "")
         yield _row("device", f"{found}: training runs on virtual cores of the CPU", warning=cure)
@@ -133,21 +143,23 @@ def hosts(facts: Facts) -> Iterator[Row]:
         return
     own = facts.environ.get("TPU_WORKER_ID", "")
     number = f"host {own} of {len(pod.names)}" if own else f"one of {len(pod.names)} hosts"
-    found = f"{number} of a pod, each with {counted(len(facts.chips), 'chip')}; training is tried on all together only"
-    cure = f"missing: {', '.join(pod.missing)}. Their names lead nowhere: start all hosts before the script"
+    found = (
+        f"{number} of a pod, each with {say_count(len(facts.chips), 'chip')}; training is tried on all together only"
+    )
+    cure = f"missing: {', '.join(pod.missing)}. Their names can't be resolved: start all hosts before the script"
     yield _row("hosts", found, error=cure if pod.missing else "")
 
 
 def variables(facts: Facts) -> Iterator[Row]:
-    left = "left from a run of several processes; fit removes the first two here before it starts"
-    retired = "torch_xla obeys some behind PyTorch's back, and ignores others: unset them, compile(precision='bf16')"
-    divided = "these divide the TPU among several processes, and tpufit is one: unset them, or the start may hang"
+    left = "left over from a run of several processes; here fit removes the first two before it starts"
+    retired = "torch_xla obeys some unknown to PyTorch, and ignores others: unset them, use compile(precision='bf16')"
+    divided = "these divide the TPU among several processes, and tpufit uses one: unset them, or the start may hang"
     for names, cure in (
         (_XRT, "these were for XRT, which torch_xla dropped: unset them. Only PJRT_DEVICE=TPU is needed"),
-        (_OF_ANOTHER_RUN, left if facts.place == "Kaggle" and facts.chips else divided),
-        (_OF_A_CHOICE, "not all cores are shown to this process: unset it if you want them"),
+        (_MULTIPROCESS, left if facts.place == "Kaggle" and facts.chips else divided),
+        (_LIMITING, "this process doesn't see all cores: unset it if you want them"),
         (_SHARDING, "tpufit divides batches itself, and these interfere: unset them"),
-        (_SLOWING, "these make every step slow: unset them when you have found the fault"),
+        (_SLOWING, "these make every step slow: unset them after debugging"),
         (tuple(retired_variables(facts.environ)), retired),
     ):
         if found := ", ".join(f"{name}={facts.environ[name]}" for name in names if facts.environ.get(name)):
@@ -156,14 +168,14 @@ def variables(facts: Facts) -> Iterator[Row]:
 
 def holders(facts: Facts) -> Iterator[Row]:
     others = {pid: command for pid, command in facts.holders.items() if pid != facts.process.pid}
-    cure = "a TPU serves one process: end them yourself (kill, or restart their notebook); doctor ends nothing"
-    nobody = "this process" if facts.holders else "nobody that this user may see"
-    yield _row("who holds the TPU", describe(others) or nobody, error=cure if others else "")
+    cure = "a TPU serves one process: end the others yourself (kill, or restart their notebook); doctor ends nothing"
+    visible = "this process" if facts.holders else "no process that this user can see"
+    yield _row(TPU_PROCESSES, describe(others) or visible, error=cure if others else "")
 
 
 def process(facts: Facts) -> Iterator[Row]:
     if facts.process.foreign:
-        why = "a process that has computed on one device can't go to many. In doubt restart the kernel"
+        why = "a process that has computed on one device can't use several. In doubt restart the kernel"
         cure = f"don't touch torch_xla before tpufit (xla_device(), .to('xla')): {why}"
         yield _row("this process", "torch_xla was imported before tpufit needed it", warning=cure)
     elif facts.process.settled:
@@ -173,19 +185,19 @@ def process(facts: Facts) -> Iterator[Row]:
 def memory(facts: Facts) -> Iterator[Row]:
     by = min(facts.memory, key=facts.memory.__getitem__)
     least = facts.memory[by]
-    cure = "importing torch and compiling take about 2 GiB, and data more: raise the limit, or take more memory"
+    cure = "importing torch and compiling take about 2 GiB, and data more: raise the limit, or use a machine with more"
     status = {"error" if least < _LITTLE_MEMORY // 2 else "warning": cure} if least < _LITTLE_MEMORY else {}
     yield _row("host memory", f"{size(least)} by {by}", **status)
 
 
 def cpus(facts: Facts) -> Iterator[Row]:
     enough = facts.cpus >= 2 * len(facts.chips) and facts.cpus > 1
-    cure = "few to decode data for this device: decode them once, with tpufit.data.CachedDataset"
+    cure = "too few to decode data for this device: decode them once, with tpufit.data.CachedDataset"
     yield _row("CPUs", str(facts.cpus), warning="" if enough else cure)
 
 
 def disk(facts: Facts) -> Iterator[Row]:
-    cure = "little for caches and checkpoints: make room, or put them elsewhere"
+    cure = "too little for caches and checkpoints: make room, or put them elsewhere"
     yield _row("free disk", f"{size(facts.disk)} in this folder", warning=cure if facts.disk < _LITTLE_DISK else "")
 
 
@@ -193,27 +205,27 @@ def trials(facts: Facts) -> Iterator[Row]:
     for trial in facts.trials:
         name = "training on all cores" if trial.cores == ALL else f"training on {trial.cores} core"
         if not trial.ran_on:
-            yield _row(name, trial.failure, error=_ended(trial))
+            yield _row(name, trial.failure, error=_explain_failure(trial))
             continue
         took = f"first step {trial.first:.1f} s with compiling, then {1000 * trial.step:.2g} ms a step of a tiny net"
         yield _row(name, f"{trial.ran_on}: {took}")
     if measured := [trial for trial in facts.trials if trial.ran_on]:
         best = max(trial.bandwidth for trial in measured)
-        slow = "slow for large batches: send bytes, and let device_transform make floats of them on the device"
+        slow = "slow for large batches: send bytes, and convert them to floats on the device, in device_transform"
         cure = slow if facts.chips and best < _SLOW_LINK else ""
         yield _row("host to device and back", f"{best / 1e9:.2g} GB/s", warning=cure)
     if sizes := [trial.memory for trial in facts.trials if trial.memory]:
         yield _row("device memory", size(min(sizes)))
 
 
-def _ended(trial: Trial) -> str:
-    """The cure for a training that failed, by its end."""
+def _explain_failure(trial: Trial) -> str:
+    """Return the cure for a failed training, by how it ended."""
     if trial.status is None:
-        return "it hangs: who holds the TPU, and are there variables of another run (above)? Then restart the TPU"
+        return "it hangs: check above for processes on the TPU and variables of another run; then restart the TPU"
     if any(text in trial.failure for text in LACKS_MEMORY):
-        return "this process may not use enough host memory: see that row"
+        return "this process isn't allowed enough host memory: see that row"
     if trial.status == -9:
-        return "the system has killed it, most likely for want of host memory"
+        return "the system has killed it, most likely because host memory ran out"
     if trial.status < 0:
         return f"signal {-trial.status} has ended it: XLA or libtpu has crashed. See the rows above, and send this text"
     return "the message above says what to do; if not, see the rows before it"

@@ -1,4 +1,4 @@
-"""`collect`: the facts of this machine, without a judgement and without starting the runtime in this process."""
+"""`collect`: gathers facts about this machine, without judging them or starting the runtime in this process."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ..utils import hardware, releases
 from .trial import ALL, Trial, run
 
-_PACKAGES = ("torch", "torch_xla", "tensorflow", "tensorflow-cpu", *releases.COMPILER)
+_PACKAGES = ("torch", *releases.RUNTIMES, "tensorflow", "tensorflow-cpu", *releases.COMPILER)
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Pod:
     """The hosts of a pod."""
 
     names: tuple[str, ...] = ()  # empty if there is no pod, or the environment doesn't have them
-    missing: tuple[str, ...] = ()  # those whose names lead nowhere
-    doing: str = ""  # what each is doing, or which are gone; nothing before they have found each other
+    missing: tuple[str, ...] = ()  # hosts whose names can't be resolved
+    doing: str = ""  # what each is doing, or which are gone; "" before they are connected
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,26 @@ class Process:
     """This process."""
 
     pid: int = 1
-    settled: str = ""  # its cores, in words, or nothing if none are settled
+    settled: str = ""  # its cores as text, or "" if they aren't chosen yet
     foreign: bool = False  # torch_xla was imported in it before tpufit needed it
-    pod: Pod = Pod()  # that it is one host of
+    pod: Pod = Pod()  # the pod that it belongs to
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that the checks go by. The defaults are a sound laptop's, so that a test names only the faults."""
+    """The facts for the checks. The defaults are a healthy laptop's, so that a test sets only the faults."""
 
     python: tuple[int, ...] = (3, 11, 0)
-    # Of the packages that matter and are installed.
+    # Of the relevant installed packages.
     versions: Mapping[str, str] = field(default_factory=lambda: {"torch": "2.9.0", "torch_xla": "2.9.0"})
     environ: Mapping[str, str] = field(default_factory=dict)
     place: str = "a machine without a TPU"  # or "Kaggle", "Colab", "TPU VM"
     chips: tuple[hardware.Chip, ...] = ()  # on the PCI bus
-    # The commands of the processes that have a TPU open, by process id.
+    gpus: int = 0  # NVIDIA's, for which plain PyTorch is enough
+    # The commands of the processes that use a TPU, by process id.
     holders: Mapping[int, str] = field(default_factory=dict)
     process: Process = Process()
-    # Bytes that this process may use, by the source of each limit.
+    # Bytes that this process may use, by limit.
     memory: Mapping[str, int] = field(default_factory=lambda: {"RAM": 64 << 30})
     cpus: int = 16  # that it may use
     disk: int = 100 << 30  # free bytes where caches and checkpoints go by default
@@ -53,36 +54,42 @@ class Facts:
 
 
 def collect(train: bool, timeout: float) -> Facts:
-    """Gather the facts of this machine; each training may take so many seconds."""
-    # Loading the runtime loads torch, which may be the fault here.
+    """Gather facts about this machine; each training may take `timeout` seconds."""
+    # Importing the runtime would import torch, which may be the fault.
     runtime = sys.modules.get("tpufit.runtime")
     pod = sys.modules.get("tpufit.hosts")
-    cores = runtime.settled() if runtime else None
+    cores = runtime.get_settled_cores() if runtime else None
     hosts = tuple(name for name in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name)
-    missing = tuple(name for name in hosts if not _leads_somewhere(name)) if len(hosts) > 1 else ()
-    # On a pod a training that not all hosts begin would wait for them for ever.
+    missing = tuple(name for name in hosts if not _is_resolvable(name)) if len(hosts) > 1 else ()
+    # On a pod, a training that not all hosts begin would wait for ever.
     train = train and cores is None and len(hosts) < 2
+    gpus = hardware.gpus()
+    # TorchTPU's cores without a TPU are processes of a plugin, of which eight say nothing about this machine.
+    counts = (1,) if releases.version("torch_tpu") and not hardware.chips() else (1, ALL)
+    if gpus and not any(map(releases.version, releases.RUNTIMES)):
+        counts = (ALL,)  # the GPU; a count means cores, which a runtime has
     return Facts(
         python=sys.version_info[:3],
         versions={name: version for name in _PACKAGES if (version := releases.version(name)) is not None},
         environ=dict(os.environ),
         place=hardware.place(),
         chips=tuple(hardware.chips()),
+        gpus=gpus,
         holders=hardware.holders(),
         process=Process(
             os.getpid(),
             str(cores or ""),
             cores is None and "torch_xla" in sys.modules,
-            Pod(hosts, missing, pod.whereabouts() if pod and cores else ""),
+            Pod(hosts, missing, pod.describe_hosts() if pod and cores else ""),
         ),
         memory=hardware.memory(),
         cpus=hardware.cpus(),
         disk=shutil.disk_usage(os.getcwd()).free,
-        trials=tuple(run(cores, timeout) for cores in (1, ALL)) if train else (),
+        trials=tuple(run(count, timeout) for count in counts) if train else (),
     )
 
 
-def _leads_somewhere(name: str) -> bool:
+def _is_resolvable(name: str) -> bool:
     try:
         return bool(socket.getaddrinfo(name, None))
     except OSError:

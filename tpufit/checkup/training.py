@@ -15,13 +15,13 @@ from ..runtime import device_memory, placement_on, platform, start, to_device, t
 from .trial import ALL, Trial
 
 _VIRTUAL = 8
-_ROWS = 64  # a core
+_ROWS = 64  # per core
 _STEPS = 20
 _SENT = 64 << 20  # bytes
 
 
 def train(cores: int) -> Trial:
-    """Train in this process, on so many cores; 0 for all of them."""
+    """Train in this process, on a number of cores, or all with 0."""
     wanted: int | str = cores or "auto"
     if cores == ALL and platform() == "CPU":
         wanted = _VIRTUAL
@@ -38,11 +38,11 @@ def train(cores: int) -> Trial:
     began = perf_counter()
     model.fit(x, y, _ROWS, epochs=_STEPS, verbose=0)
     step = (perf_counter() - began) / _STEPS
-    return Trial(cores, str(now), first, step, _bandwidth(placement_on(now)), device_memory())
+    return Trial(cores, str(now), first, step, _measure_bandwidth(placement_on(now)), device_memory())
 
 
-def _bandwidth(place: Placement) -> float:
-    """Bytes a second there and back, of a tensor that is whole on every core."""
+def _measure_bandwidth(place: Placement) -> float:
+    """Measure the bytes per second to the device and back, with a tensor that is whole on every core."""
     tensor = torch.zeros(_SENT // 4)
     began = perf_counter()
     to_host(to_device([tensor], place), "bandwidth")

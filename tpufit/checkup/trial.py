@@ -1,4 +1,4 @@
-"""A training of a few steps in a process of its own, which has one number of cores for life, and may be aborted."""
+"""Trains a few steps in another process, because a process can't change its number of cores, and may be aborted."""
 
 import json
 import subprocess
@@ -13,18 +13,18 @@ ALL = 0  # cores: every core of a TPU; on a CPU 8 virtual ones
 class Trial:
     """The result of a training."""
 
-    cores: int  # asked for; 0 for all of them
-    ran_on: str = ""  # the cores in words, or nothing if it failed
-    first: float = 0.0  # seconds of the first step, in which its graph is traced and compiled
+    cores: int  # requested; 0 for all
+    ran_on: str = ""  # the cores as text, or "" if it failed
+    first: float = 0.0  # seconds of the first step, which is traced and compiled
     step: float = 0.0  # seconds of a later step
-    bandwidth: float = 0.0  # bytes a second to the device and back
-    memory: int | None = None  # of the device in bytes; None where the runtime doesn't tell
-    failure: str = ""  # the last lines that the process wrote, if it failed
+    bandwidth: float = 0.0  # bytes per second to the device and back
+    memory: int | None = None  # of the device in bytes; None if the runtime doesn't report it
+    failure: str = ""  # the process's last lines, if it failed
     status: int | None = 0  # its exit status; below 0 the signal that ended it; None if it was still running
 
 
 def run(cores: int, timeout: float) -> Trial:
-    """Train in another process, on so many cores (0 for all), which is ended after so many seconds."""
+    """Train in another process, on a number of cores (0 for all), for at most `timeout` seconds."""
     python = child_python(["-m", f"{__package__}.training", str(cores)])
     try:
         ended = subprocess.run(**python, capture_output=True, text=True, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Data: one stream of global batches from any form of data. Nothing here needs a device."""
+"""Makes one stream of global batches from any form of data. Nothing here needs a device."""
 
 from .batches import unpack
 from .cache import CachedDataset

@@ -1,4 +1,4 @@
-"""`python -m tpufit.data warm module:dataset` makes a cache ahead of the training, on a machine without a TPU."""
+"""`python -m tpufit.data warm module:dataset` fills a cache before training, on a machine without a TPU."""
 
 import argparse
 import importlib
@@ -10,9 +10,9 @@ from .cache import CachedDataset
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: the words after `python -m tpufit.data`."""
     parser = argparse.ArgumentParser(prog="python -m tpufit.data", description="Caches of samples.")
-    parser.add_argument("command", choices=["warm"], help="make the files of a CachedDataset that are missing")
+    parser.add_argument("command", choices=["warm"], help="make the missing files of a CachedDataset")
     parser.add_argument("dataset", metavar="module:dataset", help="the CachedDataset, e.g. my_project.data:train")
-    parser.add_argument("--repair", action="store_true", help="also check all files, and make damaged ones again")
+    parser.add_argument("--repair", action="store_true", help="also check all files, and remake damaged ones")
     chosen = parser.parse_args(arguments)
     module, _, name = chosen.dataset.partition(":")
     if not module or not name:

@@ -1,11 +1,11 @@
-"""Augmentation of images on the device, inside the step: modules for `fit(device_transform=...)`.
+"""Image augmentation on the device, inside the step: modules for `fit(device_transform=...)`.
 
-They bear the names of torchvision's, whose own draw on the host once a batch: a replayed step would repeat that draw.
-These draw on the device, for each image anew, and read nothing. They look for no value, so every operation is done to
-every image, and an image that it isn't meant for keeps what it had.
+They have the names of torchvision's transforms, which draw on the host once per batch, so that a replayed step would
+repeat the draw. These draw on the device, for each image. They never read values on the host, so every operation runs
+on every image, and its result is kept only for the chosen images.
 
-A batch is images, or `(images, labels)`, or `(images, labels, weights)`. Images are `(N, C, H, W)`, bytes or floats
-from 0 to 1, and keep their dtype.
+A batch is `images`, `(images, labels)` or `(images, labels, weights)`. Images have the shape `(N, C, H, W)`, are bytes
+or floats from 0 to 1, and keep their dtype.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.nn import functional as F
 
 from ..errors import ArgumentError, require_whole
 
-# Candidates of a draw from a beta distribution. At alpha 2 all of 64 fail once in 1e5 draws, and far more seldom below.
+# Candidates for a draw from a beta distribution. With alpha 2 all 64 fail once in 1e5 draws, and far more rarely below.
 _CANDIDATES = 64
 
 
 class Augmentation(nn.Module):
-    """An augmentation of images; a subclass says what is done to a batch of them.
+    """An image augmentation; subclasses implement it for a batch of images.
 
     Example:
         >>> flip = RandomHorizontalFlip(p=1.0)
@@ -34,13 +34,13 @@ class Augmentation(nn.Module):
     """
 
     def forward(self, batch: Any) -> Any:
-        """Augment a batch: images, or a tuple of images, labels and perhaps weights."""
+        """Augment a batch: images, or a tuple of images, labels and optionally weights."""
         if not isinstance(batch, (tuple, list)):
-            return self.images(_checked(batch))
-        return (self.images(_checked(batch[0])), *batch[1:])
+            return self.images(_require_images(batch))
+        return (self.images(_require_images(batch[0])), *batch[1:])
 
     def images(self, x: Tensor) -> Tensor:
-        """Augment images, each by itself."""
+        """Augment images independently."""
         raise NotImplementedError
 
 
@@ -51,11 +51,11 @@ class _RandomFlip(Augmentation):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        self.p = _share("p", p)
+        self.p = _require_share("p", p)
 
     def images(self, x: Tensor) -> Tensor:
         """Mirror some of the images."""
-        return torch.where(_some(x, self.p), x.flip(self.axis), x)
+        return torch.where(_draw_chosen(x, self.p), x.flip(self.axis), x)
 
 
 class RandomHorizontalFlip(_RandomFlip):
@@ -83,11 +83,11 @@ class RandomVerticalFlip(_RandomFlip):
 
 
 class RandomCrop(Augmentation):
-    """Cuts a part out of each image, at a place of its own.
+    """Crops each image at a random position.
 
     Args:
-        size: The part's height and width, or one number for both.
-        padding: The black pixels that are added on each side before (default 0).
+        size: The crop's height and width, or one number for both.
+        padding: The black pixels to add on each side first (default 0).
 
     Example:
         >>> RandomCrop(4, padding=2)(torch.zeros(5, 3, 4, 4)).shape
@@ -102,11 +102,11 @@ class RandomCrop(Augmentation):
         self.padding = padding
 
     def images(self, x: Tensor) -> Tensor:
-        """Cut out the parts."""
+        """Crop the images."""
         padded = F.pad(x, [self.padding] * 4)
         height, width = self.size
         if height > padded.shape[-2] or width > padded.shape[-1]:
-            raise ArgumentError(f"RandomCrop({self.size}) cuts out more than images of {tuple(x.shape[-2:])} have")
+            raise ArgumentError(f"RandomCrop({self.size}) is larger than images of {tuple(x.shape[-2:])}")
         for axis, length in ((-2, height), (-1, width)):
             first = (torch.rand(len(x), device=x.device) * (padded.shape[axis] - length + 1)).floor().long()
             where = first[:, None] + torch.arange(length, device=x.device)
@@ -118,10 +118,10 @@ class RandomCrop(Augmentation):
 
 
 class RandomAffine(Augmentation):
-    """Turns, moves, scales and shears images about their middle; what comes in from outside is black.
+    """Rotates, moves, scales and shears images about their centre; pixels from outside are black.
 
     Args:
-        degrees: The largest angle, in both directions, or the smallest and the largest.
+        degrees: The largest angle in both directions, or the smallest and the largest angle.
         translate: The largest moves, as shares of width and height (default: none).
         scale: The smallest and the largest scale (default: none).
         shear: The largest shear along the width, in degrees (default: none).
@@ -148,25 +148,25 @@ class RandomAffine(Augmentation):
 
     def images(self, x: Tensor) -> Tensor:
         """Warp the images."""
-        angle = _between(x, *self.degrees) * (math.pi / 180)
-        lean = _between(x, -self.shear, self.shear) * (math.pi / 180)
-        shrink = 1 / _between(x, *self.scale)
+        angle = _draw_uniform(x, *self.degrees) * (math.pi / 180)
+        lean = _draw_uniform(x, -self.shear, self.shear) * (math.pi / 180)
+        shrink = 1 / _draw_uniform(x, *self.scale)
         height, width = x.shape[-2:]
         rows, columns = (torch.arange(side, device=x.device) - (side - 1) / 2 for side in (height, width))
-        # Where each pixel comes from: the inverse of turning and shearing, then scaling, then moving.
-        down = rows[None, :, None] - _between(x, -self.translate[1], self.translate[1])[:, None, None] * height
-        right = columns[None, None, :] - _between(x, -self.translate[0], self.translate[0])[:, None, None] * width
+        # The source of each pixel: the inverse of rotating and shearing, then scaling, then moving.
+        down = rows[None, :, None] - _draw_uniform(x, -self.translate[1], self.translate[1])[:, None, None] * height
+        right = columns[None, None, :] - _draw_uniform(x, -self.translate[0], self.translate[0])[:, None, None] * width
         cos = angle.cos()[:, None, None]
         sin = angle.sin()[:, None, None]
         y = (cos * down - sin * right) * shrink[:, None, None]
-        return _sampled(x, y, (cos * right + sin * down) * shrink[:, None, None] - lean.tan()[:, None, None] * y)
+        return _sample_pixels(x, y, (cos * right + sin * down) * shrink[:, None, None] - lean.tan()[:, None, None] * y)
 
 
 class RandomResizedCrop(Augmentation):
-    """Cuts a part of some size and shape out of each image, and resizes it.
+    """Crops each image to a random size and aspect ratio, and resizes the crop.
 
     Args:
-        size: The height and width that it is resized to, or one number for both.
+        size: The final height and width, or one number for both.
         scale: The smallest and the largest share of the area (default `(0.08, 1.0)`).
         ratio: The narrowest and the widest width over height (default `(3 / 4, 4 / 3)`).
 
@@ -189,9 +189,9 @@ class RandomResizedCrop(Augmentation):
         self.ratio = ratio
 
     def images(self, x: Tensor) -> Tensor:
-        """Cut out the parts, and resize them."""
-        area = _between(x, *self.scale) * (x.shape[-2] * x.shape[-1])
-        wide = _between(x, *map(math.log, self.ratio)).exp()
+        """Crop and resize the images."""
+        area = _draw_uniform(x, *self.scale) * (x.shape[-2] * x.shape[-1])
+        wide = _draw_uniform(x, *map(math.log, self.ratio)).exp()
         coordinates = []
         for side, out, length in zip(
             x.shape[-2:], self.size, ((area / wide).sqrt(), (area * wide).sqrt()), strict=True
@@ -201,22 +201,22 @@ class RandomResizedCrop(Augmentation):
             steps = (torch.arange(out, device=x.device) + 0.5) / out
             inside = (first[:, None] + cut[:, None] * steps - 0.5).clamp(0, side - 1)
             coordinates.append(inside - (side - 1) / 2)
-        return _sampled(x, coordinates[0][:, :, None], coordinates[1][:, None, :])
+        return _sample_pixels(x, coordinates[0][:, :, None], coordinates[1][:, None, :])
 
 
 class ColorJitter(Augmentation):
     """Changes brightness, contrast and saturation, in this order.
 
     Args:
-        brightness: The largest change of the factor 1 (default 0).
-        contrast: The same for the distance from the image's mean grey (default 0).
-        saturation: The same for the distance from each pixel's grey; for images of three channels (default 0).
+        brightness: The largest change of the brightness factor from 1 (default 0).
+        contrast: Likewise for the difference from the image's mean grey (default 0).
+        saturation: Likewise for the difference from each pixel's grey; for images of three channels (default 0).
 
     Example:
         >>> ColorJitter(0.5)(torch.full((5, 3, 4, 4), 0.5)).amax() <= 1
         tensor(True)
 
-    Source: `torchvision.transforms.v2.ColorJitter`, without hue, and in one order.
+    Source: `torchvision.transforms.v2.ColorJitter`, without hue, and in a fixed order.
     """
 
     def __init__(self, brightness: float = 0.0, contrast: float = 0.0, saturation: float = 0.0) -> None:
@@ -228,16 +228,16 @@ class ColorJitter(Augmentation):
     def images(self, x: Tensor) -> Tensor:
         """Change the colours."""
         whole = 1.0 if x.is_floating_point() else 255.0
-        out = _as_floats(x)
+        out = _to_floats(x)
         if self.brightness:
-            out = (out * _factor(x, self.brightness)).clamp(0, whole)
+            out = (out * _draw_factor(x, self.brightness)).clamp(0, whole)
         if self.contrast:
-            mean = _grey(out).mean((1, 2, 3), keepdim=True)
-            out = (mean + (out - mean) * _factor(x, self.contrast)).clamp(0, whole)
+            mean = _to_grey(out).mean((1, 2, 3), keepdim=True)
+            out = (mean + (out - mean) * _draw_factor(x, self.contrast)).clamp(0, whole)
         if self.saturation:
-            grey = _grey(out)
-            out = (grey + (out - grey) * _factor(x, self.saturation)).clamp(0, whole)
-        return _as_before(out, x)
+            grey = _to_grey(out)
+            out = (grey + (out - grey) * _draw_factor(x, self.saturation)).clamp(0, whole)
+        return _restore_dtype(out, x)
 
 
 class RandomErasing(Augmentation):
@@ -259,32 +259,32 @@ class RandomErasing(Augmentation):
         self, p: float = 0.5, scale: tuple[float, float] = (0.02, 0.33), ratio: tuple[float, float] = (0.3, 3.3)
     ) -> None:
         super().__init__()
-        self.p = _share("p", p)
+        self.p = _require_share("p", p)
         self.scale = scale
         self.ratio = ratio
 
     def images(self, x: Tensor) -> Tensor:
         """Blacken the rectangles."""
-        area = _between(x, *self.scale) * (x.shape[-2] * x.shape[-1])
-        tall = _between(x, *map(math.log, self.ratio)).exp()
-        inside = _rectangles(x, (area * tall).sqrt(), (area / tall).sqrt(), whole=True)
-        return torch.where(inside & _some(x, self.p), torch.zeros_like(x), x)
+        area = _draw_uniform(x, *self.scale) * (x.shape[-2] * x.shape[-1])
+        tall = _draw_uniform(x, *map(math.log, self.ratio)).exp()
+        inside = _draw_rectangles(x, (area * tall).sqrt(), (area / tall).sqrt(), whole=True)
+        return torch.where(inside & _draw_chosen(x, self.p), torch.zeros_like(x), x)
 
 
 class RandAugment(Augmentation):
-    """Does some operations to each image, drawn for each anew, one after the other, all with one magnitude.
+    """Applies random operations to each image in turn, all with the same magnitude.
 
-    They are torchvision's, with pixels of the nearest place: none, shearing, moving and turning, brightness, colour,
-    contrast, sharpness, posterizing, solarizing, and stretching each channel. Only equalizing isn't among them: its
-    histograms would cost more than all others together.
+    The operations are torchvision's, with nearest-pixel interpolation: identity, shearing, moving, rotating,
+    brightness, colour, contrast, sharpness, posterizing, solarizing and autocontrast. Only equalizing is missing: its
+    histograms would cost more than all other operations together.
 
     Args:
         num_ops: The number of operations (default 2).
-        magnitude: How strong they are, from 0 to below `num_magnitude_bins` (default 9).
+        magnitude: Their strength, from 0 to below `num_magnitude_bins` (default 9).
         num_magnitude_bins: The number of strengths (default 31).
 
     Raises:
-        ArgumentError: A number is out of its range.
+        ArgumentError: A number is out of range.
 
     Example:
         >>> RandAugment(num_ops=2, magnitude=9)(torch.zeros(5, 3, 4, 4, dtype=torch.uint8)).shape
@@ -305,44 +305,44 @@ class RandAugment(Augmentation):
         self.num_magnitude_bins = num_magnitude_bins
 
     def images(self, x: Tensor) -> Tensor:
-        """Draw the operations, and do them."""
+        """Draw and apply the operations."""
         for _ in range(self.num_ops):
             drawn = (torch.rand(len(x), device=x.device) * len(OPERATIONS)).floor()
-            x = self.applied(x, drawn, torch.where(torch.rand(len(x), device=x.device) < 0.5, -1.0, 1.0))
+            x = self.apply_operations(x, drawn, torch.where(torch.rand(len(x), device=x.device) < 0.5, -1.0, 1.0))
         return x
 
-    def applied(self, x: Tensor, which: Tensor, sign: Tensor) -> Tensor:
-        """Do one operation to each image.
+    def apply_operations(self, x: Tensor, which: Tensor, sign: Tensor) -> Tensor:
+        """Apply one operation to each image.
 
         Args:
             x: The images.
-            which: The number of each image's operation in `OPERATIONS`, shape `(N,)`.
-            sign: 1.0 or -1.0 for each image: the direction, for those that have one.
+            which: The index of each image's operation in `OPERATIONS`, shape `(N,)`.
+            sign: 1.0 or -1.0 for each image: the direction, for operations with a direction.
         """
         share = self.magnitude / (self.num_magnitude_bins - 1)
-        x = _warped(x, which, sign * share)
+        x = _warp(x, which, sign * share)
         whole = 1.0 if x.is_floating_point() else 255.0
-        out = _as_floats(x)
+        out = _to_floats(x)
         factor = (1 + 0.9 * share * sign).view(-1, 1, 1, 1)
         bits = 8 - round(self.magnitude * 4 / (self.num_magnitude_bins - 1))
-        grey = _grey(out)
+        grey = _to_grey(out)
         low = out.amin((2, 3), keepdim=True)
         high = out.amax((2, 3), keepdim=True)
-        made = {
+        results = {
             "brightness": out * factor,
             "color": grey + (out - grey) * factor,
             "contrast": grey.mean((1, 2, 3), keepdim=True) + (out - grey.mean((1, 2, 3), keepdim=True)) * factor,
-            "sharpness": _blurred(out) + (out - _blurred(out)) * factor,
+            "sharpness": _blur(out) + (out - _blur(out)) * factor,
             "posterize": (out * (255 / whole) / 2 ** (8 - bits)).floor() * 2 ** (8 - bits) * (whole / 255),
             "solarize": torch.where(out >= whole * (1 - share), whole - out, out),
             "auto_contrast": torch.where(high > low, (out - low) * (whole / (high - low).clamp(min=1e-6)), out),
         }
-        for name, own in made.items():
-            out = torch.where((which == OPERATIONS.index(name)).view(-1, 1, 1, 1), own.clamp(0, whole), out)
-        return _as_before(out, x)
+        for name, result in results.items():
+            out = torch.where((which == OPERATIONS.index(name)).view(-1, 1, 1, 1), result.clamp(0, whole), out)
+        return _restore_dtype(out, x)
 
 
-# Those of `RandAugment`.
+# The operations of `RandAugment`.
 OPERATIONS = [
     "identity",
     "shear_x",
@@ -361,9 +361,9 @@ OPERATIONS = [
 
 
 class _Mixing(Augmentation):
-    """Mixes each image with the one before it in the batch, and their labels.
+    """Mixes each image and its label with the previous image's in the batch.
 
-    A batch's share is drawn from the beta distribution of `alpha`, above 0 and up to 2.
+    A batch's share is drawn from the beta distribution with `alpha`, above 0 and up to 2.
     """
 
     def __init__(self, num_classes: int, alpha: float = 1.0) -> None:
@@ -374,22 +374,22 @@ class _Mixing(Augmentation):
         self.alpha = alpha
 
     def forward(self, batch: Any) -> Any:
-        """Mix a batch; its labels become probabilities."""
+        """Mix a batch; labels become probabilities."""
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise ArgumentError(f"{type(self).__name__} mixes labels too: the batch must be (images, labels)")
         x, y, *rest = batch
         if y.ndim == 1:
             y = F.one_hot(y.long(), self.num_classes).float()
-        mixed, share = self.mixed(_checked(x), _beta(x, self.alpha))
+        mixed, share = self.mix(_require_images(x), _draw_beta(x, self.alpha))
         return (mixed, share * y + (1 - share) * y.roll(1, 0), *rest)
 
-    def mixed(self, x: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix images; return them with the share that is left of each."""
+    def mix(self, x: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix images; return them, and the remaining share of each image."""
         raise NotImplementedError
 
 
 class MixUp(_Mixing):
-    """Lays each image over the one before it in the batch; labels become probabilities.
+    """Blends each image with the previous one in the batch; labels become probabilities.
 
     `cross_entropy` takes such targets, and `accuracy` compares with the likelier class.
 
@@ -406,14 +406,14 @@ class MixUp(_Mixing):
     Source: `torchvision.transforms.v2.MixUp`; Zhang et al., https://arxiv.org/abs/1710.09412.
     """
 
-    def mixed(self, x: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, x: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
         """Mix the images."""
-        out = _as_floats(x)
-        return _as_before(share * out + (1 - share) * out.roll(1, 0), x), share
+        out = _to_floats(x)
+        return _restore_dtype(share * out + (1 - share) * out.roll(1, 0), x), share
 
 
 class CutMix(_Mixing):
-    """Puts a rectangle of the image before it in the batch into each image; labels become probabilities.
+    """Pastes a rectangle of the previous image in the batch into each image; labels become probabilities.
 
     `cross_entropy` takes such targets, and `accuracy` compares with the likelier class.
 
@@ -430,16 +430,16 @@ class CutMix(_Mixing):
     Source: `torchvision.transforms.v2.CutMix`; Yun et al., https://arxiv.org/abs/1905.04899.
     """
 
-    def mixed(self, x: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-        """Mix the images. All of a batch have the same rectangle, cut off at their edge."""
+    def mix(self, x: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix the images. All images of a batch have the same rectangle, clipped at the edge."""
         side = (1 - share).sqrt()
         one = x[:1]
-        inside = _rectangles(one, side * x.shape[-2], side * x.shape[-1], whole=False)
+        inside = _draw_rectangles(one, side * x.shape[-2], side * x.shape[-1], whole=False)
         return torch.where(inside, x.roll(1, 0), x), 1 - inside.float().mean()
 
 
-def _warped(x: Tensor, which: Tensor, share: Tensor) -> Tensor:
-    """Shear, move or turn those images that this is drawn for, by a share of the most; outside they are black."""
+def _warp(x: Tensor, which: Tensor, share: Tensor) -> Tensor:
+    """Shear, move or rotate the images with these operations, by a share of the maximum; outside is black."""
 
     def of(name: str, most: float) -> Tensor:
         return torch.where(which == OPERATIONS.index(name), share * most, 0.0).view(-1, 1, 1)
@@ -447,13 +447,13 @@ def _warped(x: Tensor, which: Tensor, share: Tensor) -> Tensor:
     height, width = x.shape[-2:]
     row = torch.arange(height, device=x.device)[:, None]
     column = torch.arange(width, device=x.device)
-    # From the middle.
+    # Relative to the centre.
     y = row - (height - 1) / 2
     z = column - (width - 1) / 2
     angle = of("rotate", math.pi / 6)
     down = (height - 1) / 2 + angle.sin() * z + angle.cos() * y
     right = (width - 1) / 2 + angle.cos() * z - angle.sin() * y
-    # Shears keep the corner at the top left, and moves are whole pixels.
+    # Shears keep the top left corner, and moves are whole pixels.
     down = down + of("shear_y", 0.3) * (column + 0.5) - of("translate_y", 150 / 331 * height).trunc()
     right = right + of("shear_x", 0.3) * (row + 0.5) - of("translate_x", 150 / 331 * width).trunc()
     down = down.round()
@@ -464,8 +464,8 @@ def _warped(x: Tensor, which: Tensor, share: Tensor) -> Tensor:
     return torch.where(inside[:, None], pixels, torch.zeros_like(x))
 
 
-def _blurred(x: Tensor) -> Tensor:
-    """Smooth images as torchvision's sharpness does, but for their edges."""
+def _blur(x: Tensor) -> Tensor:
+    """Smooth images like torchvision's sharpness, except at the edges."""
     height, width = x.shape[-2:]
     if height < 3 or width < 3:
         return x
@@ -477,35 +477,35 @@ def _blurred(x: Tensor) -> Tensor:
     return torch.where(edge, x, F.pad(inner, [1, 1, 1, 1]))
 
 
-def _checked(x: Any) -> Tensor:
+def _require_images(x: Any) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim != 4:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ArgumentError(f"images must be a tensor of shape (N, C, H, W), got {shape}")
     return x
 
 
-def _share(name: str, value: float) -> float:
+def _require_share(name: str, value: float) -> float:
     if not 0 <= value <= 1:
         raise ArgumentError(f"{name} must be from 0 to 1, got {value!r}")
     return value
 
 
-def _some(x: Tensor, p: float) -> Tensor:
-    """Draw which images are meant."""
+def _draw_chosen(x: Tensor, p: float) -> Tensor:
+    """Draw which images to change."""
     return torch.rand(len(x), 1, 1, 1, device=x.device) < p
 
 
-def _between(x: Tensor, low: float, high: float) -> Tensor:
-    """Draw a number for each image."""
+def _draw_uniform(x: Tensor, low: float, high: float) -> Tensor:
+    """Draw a number between two others for each image."""
     return low + (high - low) * torch.rand(len(x), device=x.device)
 
 
-def _factor(x: Tensor, change: float) -> Tensor:
-    return _between(x, max(0.0, 1 - change), 1 + change).view(-1, 1, 1, 1)
+def _draw_factor(x: Tensor, change: float) -> Tensor:
+    return _draw_uniform(x, max(0.0, 1 - change), 1 + change).view(-1, 1, 1, 1)
 
 
-def _beta(x: Tensor, alpha: float) -> Tensor:
-    """Draw a number of the distribution Beta(alpha, alpha), by Jöhnk's method: the first candidate that will do.
+def _draw_beta(x: Tensor, alpha: float) -> Tensor:
+    """Draw from the distribution Beta(alpha, alpha) by Jöhnk's method: the first accepted candidate.
 
     Source: Jöhnk, "Erzeugung von betaverteilten und gammaverteilten Zufallszahlen", Metrika 8, 1964.
     """
@@ -517,7 +517,7 @@ def _beta(x: Tensor, alpha: float) -> Tensor:
     return shares.index_select(0, chosen.view(1)).view(())
 
 
-def _grey(x: Tensor) -> Tensor:
+def _to_grey(x: Tensor) -> Tensor:
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
     red, green, blue = x.split(1, 1)
@@ -525,19 +525,19 @@ def _grey(x: Tensor) -> Tensor:
     return grey
 
 
-def _as_floats(x: Tensor) -> Tensor:
+def _to_floats(x: Tensor) -> Tensor:
     return x if x.is_floating_point() else x.float()
 
 
-def _as_before(out: Tensor, x: Tensor) -> Tensor:
-    """Give images the dtype that they had."""
+def _restore_dtype(out: Tensor, x: Tensor) -> Tensor:
+    """Convert images back to their dtype."""
     return out if x.is_floating_point() else out.round().clamp(0, 255).to(x.dtype)
 
 
-def _rectangles(x: Tensor, height: Tensor, width: Tensor, whole: bool) -> Tensor:
-    """Draw where a rectangle of this height and width, in pixels, lies in each image: True inside.
+def _draw_rectangles(x: Tensor, height: Tensor, width: Tensor, whole: bool) -> Tensor:
+    """Draw the position of a rectangle of this height and width, in pixels, in each image: True inside.
 
-    It lies wholly inside of the image, or else its middle does, and the edge may cut it off.
+    The `whole` rectangle is inside the image, or only its centre, so that the edge may clip it.
     """
     inside = []
     for side, length in zip(x.shape[-2:], (height, width), strict=True):
@@ -548,21 +548,21 @@ def _rectangles(x: Tensor, height: Tensor, width: Tensor, whole: bool) -> Tensor
         first = first.floor()[:, None]
         inside.append((place >= first) & (place < first + fits.view(-1, 1)))
     rows, columns = inside
-    found: Tensor = (rows[:, :, None] & columns[:, None, :])[:, None]
-    return found
+    both: Tensor = (rows[:, :, None] & columns[:, None, :])[:, None]
+    return both
 
 
-def _sampled(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
-    """Look up pixels at places between pixels, with bilinear interpolation; outside of the image they are black.
+def _sample_pixels(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
+    """Sample pixels at fractional positions, with bilinear interpolation; pixels outside the image are black.
 
-    The places go down and right from the images' middle, and are of a shape that broadcasts to (N, height, width).
-    Torch's own `grid_sample` is none of the device's operations.
+    Positions count down and right from the images' centre, and their shapes broadcast to (N, height, width). The device
+    doesn't support torch's `grid_sample`.
     """
     height, width = x.shape[-2:]
     down, right = torch.broadcast_tensors(down + (height - 1) / 2, right + (width - 1) / 2)
     top = down.floor()
     left = right.floor()
-    flat = _as_floats(x).flatten(2)
+    flat = _to_floats(x).flatten(2)
     out = torch.zeros((), device=x.device)
     for below in (0, 1):
         for beside in (0, 1):
@@ -573,4 +573,4 @@ def _sampled(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
             place = (row.clamp(0, height - 1) * width + column.clamp(0, width - 1)).long().flatten(1)
             pixels = flat.gather(2, place[:, None].expand(-1, x.shape[1], -1))
             out = out + pixels.view(*x.shape[:2], *down.shape[1:]) * weight[:, None]
-    return _as_before(out.to(flat.dtype), x)
+    return _restore_dtype(out.to(flat.dtype), x)

@@ -1,4 +1,4 @@
-"""One batch: a nest (tuples, lists, dicts) of host tensors, made of tensors, arrays and numbers."""
+"""Batches: nests (tuples, lists, dicts) of host tensors, made of tensors, arrays and numbers."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from ..errors import BatchError, DataError, counted
+from ..errors import BatchError, DataError, say_count
 from ..utils.text import dtype_name
-from .tables import is_foreign, numbers_of
+from .tables import is_foreign, table_to_array
 
-_NUMBERS = "biufc"  # the kinds of NumPy's dtypes of numbers
+_NUMBERS = "biufc"  # the kinds of NumPy's number dtypes
 _PACKED = (
-    "{} holds a PackedSequence, whose rows can't be told apart: pass the padded rows and their lengths, ((x, lengths), "
+    "{} holds a PackedSequence, whose rows can't be separated: pass the padded rows and their lengths, ((x, lengths), "
     "y), see torch.nn.utils.rnn.pad_sequence and tpufit.data.PadToBuckets"
 )
 
@@ -25,14 +25,14 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     """Split a batch into x, y and sample_weight, as Keras does.
 
     Args:
-        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)` as a tuple, named or not, or a list; anything else is an x by
-            itself.
+        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)` as a tuple, a named tuple or a list; anything else is an x
+            alone.
 
     Returns:
-        `(x, y, sample_weight)`, with None for each that the batch doesn't have.
+        `(x, y, sample_weight)`, with None for each missing part.
 
     Raises:
-        DataError: A tuple or list of more than three.
+        DataError: A tuple or list has more than three items.
 
     Example:
         >>> unpack((1, 2)), unpack({"tokens": 1})
@@ -44,40 +44,40 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
         return batch, None, None
     if not 1 <= len(batch) <= 3:
         raise DataError(
-            f"a batch must be (x,), (x, y) or (x, y, sample_weight), got {counted(len(batch), 'item')}. Several inputs "
-            "go together as one x: ((a, b), y)"
+            f"a batch must be (x,), (x, y) or (x, y, sample_weight), got {say_count(len(batch), 'item')}. Several "
+            "inputs make one x: ((a, b), y)"
         )
     x, y, sample_weight = (*batch, None, None)[:3]
     return x, y, sample_weight
 
 
 def is_row_of_parts(batch: Any) -> bool:
-    """True for a tuple, named or not, or a list: x, y and sample_weight in this order."""
+    """True for a tuple, a named tuple or a list, whose items are x, y and sample_weight."""
     return isinstance(batch, tuple) or type(batch) is list
 
 
 def count_rows(leaves: Iterable[Any]) -> int:
-    """The number of rows in a batch of these leaves: the length of its first tensor that has dimensions, or 1."""
+    """Return a batch's number of rows: the length of the first leaf that is a tensor with dimensions, or 1."""
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def as_tensors(batch: Any) -> Any:
-    """The batch with its arrays, tables, numbers and lists of numbers as tensors. All else stays as it is."""
+    """Convert a batch's arrays, tables, numbers and lists of numbers to tensors, and leave the rest unchanged."""
     if is_flat(batch):
         return type(batch)([leaf.float() if leaf.dtype is torch.float64 else leaf for leaf in batch])
     if type(batch) is list:  # (x, y), or a module's arguments
         return [tree_map(_as_tensor, part, is_leaf=is_leaf) for part in batch]
-    # No function of the batch's own may enter PyTorch's walk, which keeps it until the garbage collector comes.
+    # Pass no closure over the batch: PyTorch's tree functions keep it alive until the garbage collector runs.
     return tree_map(_as_tensor, batch, is_leaf=is_leaf)
 
 
 def is_leaf(value: Any) -> bool:
-    """True for what is one tensor, although PyTorch takes it for a nest: a list of numbers, or of such lists."""
+    """True for a list of numbers, or of such lists, which becomes one tensor although PyTorch takes it for a nest."""
     return (type(value) is list and holds_numbers(value)) or isinstance(value, PackedSequence)
 
 
 def holds_numbers(values: Any, rows: Any = (list, tuple)) -> bool:
-    """True for a list that begins with a number, or with a row of numbers, which is one of these types."""
+    """True for a list that begins with a number, or with a row of numbers whose type is one of `rows`."""
     while isinstance(values, (list, tuple)) and values:
         values = values[0]
         if isinstance(values, (list, tuple)) and not isinstance(values, rows):
@@ -88,7 +88,7 @@ def holds_numbers(values: Any, rows: Any = (list, tuple)) -> bool:
 
 
 def is_flat(batch: Any) -> bool:
-    """True for a tuple or list of tensors, as most batches are: walking any nest takes as long as sending a batch."""
+    """True for a tuple or list of tensors, as most batches are: walking a nest would take as long as sending it."""
     if type(batch) is not tuple and type(batch) is not list:
         return False
     for leaf in batch:  # noqa: SIM110 - `all` would take longer, for each batch
@@ -98,14 +98,14 @@ def is_flat(batch: Any) -> bool:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    if isinstance(leaf, Mapping):  # a tokenizer's, which PyTorch doesn't know as a nest
+    if isinstance(leaf, Mapping):  # a tokenizer's, which PyTorch doesn't treat as a nest
         return as_tensors(dict(leaf))
     if isinstance(leaf, PackedSequence):
         raise BatchError(_PACKED.format("a batch"))
     if isinstance(leaf, list):
-        return _of_list(leaf)
+        return _list_to_tensor(leaf)
     if is_foreign(leaf):
-        leaf = numbers_of(leaf)
+        leaf = table_to_array(leaf)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in _NUMBERS:
         leaf = _from_numpy(np.ascontiguousarray(leaf)) if isinstance(leaf, np.ndarray) else torch.tensor(leaf)
     elif isinstance(leaf, (bool, int, float)):
@@ -115,27 +115,27 @@ def _as_tensor(leaf: Any) -> Any:
     return leaf
 
 
-def _of_list(values: list[Any]) -> Any:
-    """A tensor of a list of numbers; rows of different lengths stay in lists."""
+def _list_to_tensor(values: list[Any]) -> Any:
+    """Convert a list of numbers to a tensor; rows of different lengths stay lists."""
     try:
-        tensor = _array_of(values)
+        tensor = _stack(values)
     except ValueError:
         return tree_map(_as_tensor, values)
     return _as_tensor(tensor)
 
 
-def _array_of(values: list[Any]) -> Any:
-    """A list of numbers, or of such lists, as an array or a tensor. `ValueError`: the rows have different lengths."""
+def _stack(values: list[Any]) -> Any:
+    """Stack a list of numbers, or of such lists. Raises `ValueError` if the rows have different lengths."""
     if isinstance(values[0], Tensor):
         return torch.stack(values)
     return np.array(values)
 
 
 def host_array(leaf: Any, name: str = "an array") -> Any:
-    """Make an array, a table or a list of numbers a tensor with rows. It shares the array's memory where it can.
+    """Convert an array, a table or a list of numbers to a tensor with rows, which shares memory where possible.
 
     Raises:
-        DataError: It holds no numbers, or has no rows. The error calls it by `name`.
+        DataError: It contains no numbers, or has no rows. The error says its `name`.
     """
     if leaf is None:
         return None
@@ -145,14 +145,14 @@ def host_array(leaf: Any, name: str = "an array") -> Any:
         raise DataError(_PACKED.format(name))
     try:
         if is_foreign(leaf):
-            leaf = numbers_of(leaf)
+            leaf = table_to_array(leaf)
         if isinstance(leaf, list):
-            leaf = _array_of(leaf)
+            leaf = _stack(leaf)
         tensor = leaf if isinstance(leaf, Tensor) else _from_numpy(np.array(leaf, copy=None, order="C"))
     except (TypeError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{name} must be an array of numbers, got {_kind(leaf)}") from error
+        raise DataError(f"{name} must be an array of numbers, got {_describe_non_numbers(leaf)}") from error
     require_dense([tensor], name)
     if not tensor.dim():
         raise DataError(f"{name} must be an array with rows, got a single number ({leaf!r})")
@@ -160,10 +160,10 @@ def host_array(leaf: Any, name: str = "an array") -> Any:
 
 
 def require_dense(tensors: Iterable[Tensor], name: str = "a batch") -> None:
-    """Check that tensors are of the one form that can be split by rows and sent to a device.
+    """Check that tensors can be split by rows and sent to a device.
 
     Raises:
-        BatchError: One is sparse, nested, quantized or on the device `meta`. The error calls it by `name`.
+        BatchError: A tensor is sparse, nested, quantized or on the device `meta`. The error says the `name`.
     """
     for tensor in tensors:
         if tensor.is_nested:
@@ -176,14 +176,14 @@ def require_dense(tensors: Iterable[Tensor], name: str = "a batch") -> None:
             kind, cure = "meta, which has no values", "load its values first"
         else:
             continue
-        raise BatchError(f"{name} must be dense tensors, got one that is {kind}: {cure}")
+        raise BatchError(f"{name} must be dense tensors, got a tensor that is {kind}: {cure}")
 
 
-def kind_of(value: Any) -> str:
-    """What a value is that is no tensor, for an error.
+def describe_value(value: Any) -> str:
+    """Describe a value that isn't a tensor, for an error.
 
     Example:
-        >>> kind_of(None), kind_of("abc"), kind_of(["a", "b"]), kind_of(object)
+        >>> describe_value(None), describe_value("abc"), describe_value(["a", "b"]), describe_value(object)
         ('None', "text ('abc')", "a list of 2, the first of which is text ('a')", 'a type')
     """
     if value is None:
@@ -191,7 +191,7 @@ def kind_of(value: Any) -> str:
     if isinstance(value, (str, bytes)):
         return f"text ({value[:20]!r})"
     if isinstance(value, (tuple, list)):
-        first = f", the first of which is {kind_of(value[0])}" if value else ""
+        first = f", the first of which is {describe_value(value[0])}" if value else ""
         return f"a {type(value).__name__} of {len(value)}{first}"
     if isinstance(value, np.ndarray):
         return f"an array of dtype {value.dtype} and shape {value.shape}"
@@ -201,35 +201,35 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def _kind(leaf: Any) -> str:
-    """What an array holds that isn't numbers, and the cure."""
+def _describe_non_numbers(leaf: Any) -> str:
+    """Describe an array's values that aren't numbers, and the cure."""
     array = leaf if isinstance(leaf, np.ndarray) else None
     first = array.flat[0] if array is not None and array.size else leaf
     if isinstance(first, (str, bytes)):
-        return f"{kind_of(first)}: give text as numbers, e.g. each word's or each class's"
+        return f"{describe_value(first)}: encode text as numbers, e.g. one per word or per class"
     if isinstance(leaf, list) or (array is not None and isinstance(first, (list, tuple, np.ndarray, Tensor))):
         return "rows of different lengths: pad them to one, see tpufit.data.PadToBuckets"
     if array is not None and array.dtype.kind == "O":
-        return f"{kind_of(leaf)}, whose first item is {first!r:.40}: convert it, e.g. by .astype('float32')"
-    return f"{kind_of(leaf)}{': convert it to numbers' if array is not None else ''}"
+        return f"{describe_value(leaf)}, whose first item is {first!r:.40}: convert it, e.g. by .astype('float32')"
+    return f"{describe_value(leaf)}{': convert it to numbers' if array is not None else ''}"
 
 
-# Integers of each size, in bytes. NumPy lacks some of PyTorch's dtypes, but a copy needs only the bits.
+# Integer dtypes by size in bytes. NumPy lacks some of PyTorch's dtypes, but a copy needs only the bits.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def rows_in(tensor: Tensor, rows: slice | np.ndarray[Any, Any]) -> Tensor:
-    """Rows of a host tensor: a slice shares its memory, numbers, all in range, are looked up in their order."""
+def select_rows(tensor: Tensor, rows: slice | np.ndarray[Any, Any]) -> Tensor:
+    """Select rows of a host tensor: a slice shares its memory; row numbers, all in range, are gathered in order."""
     if isinstance(rows, slice):
         return tensor[rows]
-    # NumPy copies in this very thread. PyTorch would share the work among threads and wait for the last of them, which
-    # takes a thousand times as long where another process keeps a core busy.
+    # NumPy copies in this thread. PyTorch would split the work among threads and wait for the slowest, which takes a
+    # thousand times as long if another process keeps a core busy.
     bits = tensor.view(_BITS.get(tensor.itemsize, tensor.dtype)).numpy()
     return torch.from_numpy(bits.take(rows, 0, mode="clip")).view(tensor.dtype)
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """A tensor over the array's memory. PyTorch warns of memory that can't be written to; nothing here writes."""
+    """Make a tensor over the array's memory. PyTorch would warn about read-only memory, but nothing here writes."""
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
 
 
@@ -240,18 +240,18 @@ class _Writable:
 
 
 def fields(batch: Any) -> dict[str, Any]:
-    """The parts of a batch by their names: x, y and sample_weight if it is a tuple of these."""
+    """Return a batch's parts by name: x, y and sample_weight if the batch is a tuple of them, else the batch."""
     parts = ("x", "y", "sample_weight")
     usual = is_row_of_parts(batch) and 1 <= len(batch) <= len(parts)
     return dict(zip(parts, batch, strict=False)) if usual else {"batch": batch}
 
 
-def listed(parts: Mapping[str, Any]) -> str:
-    """The tensors of named parts with their dtypes and shapes, for errors.
+def list_tensors(parts: Mapping[str, Any]) -> str:
+    """List the tensors of named parts with their dtypes and shapes, for errors.
 
     Example:
         >>> import torch
-        >>> listed({"x": (torch.ones(4, 3), torch.ones(4)), "y": torch.tensor([1, 0])})
+        >>> list_tensors({"x": (torch.ones(4, 3), torch.ones(4)), "y": torch.tensor([1, 0])})
         'x[0]: float32 (4, 3), x[1]: float32 (4,), y: int64 (2,)'
     """
     return ", ".join(
@@ -260,7 +260,7 @@ def listed(parts: Mapping[str, Any]) -> str:
 
 
 def tensors_of(parts: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of named parts, by the path to each, e.g. `"x[0]"`."""
+    """Return the tensors of named parts by their paths, e.g. `"x[0]"`."""
     return {
         name + keystr(path): leaf
         for name, part in parts.items()

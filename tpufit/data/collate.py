@@ -1,4 +1,4 @@
-"""`PadToBuckets`: batches of texts or other sequences in a few lengths, so that a few graphs serve for all."""
+"""`PadToBuckets`: pads texts or other sequences to a few lengths, so that a few graphs run all batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,25 +8,25 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import default_collate
 
-from ..errors import ArgumentError, DataError, counted
+from ..errors import ArgumentError, DataError, say_count
 from .batches import as_tensors
 
 
 class PadToBuckets:
-    """A `collate_fn` that pads fields of samples to the smallest of a few lengths that holds the longest of a batch.
+    """A `collate_fn` that pads the fields of samples to the smallest of a few lengths that fits the batch.
 
-    A graph is compiled for each shape of a batch. With this there is at most one a length, and one more a length for
-    a shorter last batch. Fields of different lengths, such as a sentence and its translation, are padded separately,
-    which multiplies the shapes.
+    A graph is compiled for each batch shape: here at most one per length, and another per length for a shorter last
+    batch. Fields of different lengths, such as a sentence and its translation, are padded separately, which multiplies
+    the shapes.
 
     Args:
         lengths: The lengths, in any order, e.g. `[32, 64, 128]`. A field's length is its first dimension.
-        padding: The value to pad with (default 0), or a value for each field, as a nest like a sample. A field whose
-            value is None stays as it is, and so do single numbers. Pad targets that the loss is to leave out with its
+        padding: The value to pad with (default 0), or a value for each field, as a nest like a sample. Fields with the
+            value None, and single numbers, are not padded. Pad targets that the loss should ignore with its
             `ignore_index`, -100 for `"cross_entropy"`.
 
     Raises:
-        ArgumentError: No lengths, or some below 1.
+        ArgumentError: There are no lengths, or a length is below 1.
         DataError: When called: a sample is longer than all lengths.
 
     Example:
@@ -45,13 +45,13 @@ class PadToBuckets:
         self.padding = padding
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        """Make a batch of samples, each a nest of tensors, arrays and numbers."""
+        """Collate samples, each a nest of tensors, arrays and numbers, into a batch."""
         flat = [tree_flatten(as_tensors(sample)) for sample in samples]
         columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
         values = tree_leaves(self.padding) * (1 if isinstance(self.padding, (tuple, list, dict)) else len(columns))
         if len(values) != len(columns):
             raise ArgumentError(
-                f"padding has {counted(len(values), 'value')}, but a sample has {counted(len(columns), 'field')}"
+                f"padding has {say_count(len(values), 'value')}, but a sample has {say_count(len(columns), 'field')}"
             )
         joined = [self._join(column, value) for column, value in zip(columns, values, strict=True)]
         return tree_unflatten(joined, flat[0][1])
@@ -64,10 +64,10 @@ class PadToBuckets:
         if length is None:
             cure = "cut the sample, or add a longer bucket to PadToBuckets"
             raise DataError(f"a sample has length {longest}, but the longest bucket is {self.lengths[-1]}: {cure}")
-        return torch.stack([_padded(leaf, length, value) for leaf in column])
+        return torch.stack([_pad(leaf, length, value) for leaf in column])
 
 
-def _padded(tensor: Tensor, length: int, value: float) -> Tensor:
+def _pad(tensor: Tensor, length: int, value: float) -> Tensor:
     out = tensor.new_full((length, *tensor.shape[1:]), value)
     out[: len(tensor)] = tensor
     return out

@@ -1,4 +1,4 @@
-"""The form of data: arrays, a map-style data set or batches; and single rows that are given where batches belong."""
+"""Tests for the form of data: arrays, a map-style data set, batches, or single rows passed as batches."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_leaves, tree_map_with_path
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ..errors import DataError, counted, few
+from ..errors import DataError, join_few, say_count
 from ..utils.random import RNGState
-from .batches import as_tensors, fields, holds_numbers, host_array, is_leaf, is_row_of_parts, listed
+from .batches import as_tensors, fields, holds_numbers, host_array, is_leaf, is_row_of_parts, list_tensors
 
-# The keys of a dict under which data sets keep the targets.
+# The keys of the targets in a data set's dicts.
 _TARGETS = ("labels", "label", "targets", "target", "y")
 
 
 def is_arrays(x: Any, y: Any = None) -> bool:
-    """True for arrays, tables, lists of numbers and nests of these; False for an object that yields rows or batches."""
+    """True for arrays, tables, lists of numbers and nests of them; False for an object that yields rows or batches."""
     if isinstance(x, (Tensor, Mapping, tuple)) or hasattr(type(x), "__array__"):
         return True
     if not isinstance(x, list):
@@ -28,10 +28,10 @@ def is_arrays(x: Any, y: Any = None) -> bool:
 
 
 def is_map_style(data: Any) -> bool:
-    """True for data whose rows are read by their numbers, as PyTorch's `DataLoader` reads them.
+    """True for data whose rows are read by index, as PyTorch's `DataLoader` reads them.
 
-    This is a `Dataset`, any other object with `__len__` and `__getitem__`, or a list of rows. A sequence of batches is
-    none.
+    That is a `Dataset`, another object with `__len__` and `__getitem__`, or a list of rows, but not a sequence of
+    batches.
     """
     if isinstance(data, Dataset):
         return not isinstance(data, IterableDataset)
@@ -42,22 +42,17 @@ def is_map_style(data: Any) -> bool:
         return False
     if not hasattr(kind, "__getitem__") or not hasattr(kind, "__len__"):
         return False
-    # An object that can be iterated too, such as another library's loader, may hold batches.
+    # An object that is also iterable, such as another library's loader, may hold batches.
     return hasattr(kind, "__getitems__") or not hasattr(kind, "__iter__") or _holds_rows(data)
 
 
-def brings_batches(data: Any) -> bool:
-    """True for data that make their own batches: a loader, or an iterable of them."""
-    return isinstance(data, DataLoader) or not (isinstance(data, Dataset) or is_arrays(data) or is_map_style(data))
-
-
 def is_sparse_matrix(data: Any) -> bool:
-    """True for a matrix of scipy.sparse."""
+    """True for a scipy.sparse matrix."""
     return hasattr(type(data), "toarray") and hasattr(data, "nnz")
 
 
 def is_keras_dataset(data: Any) -> bool:
-    """True for a `PyDataset` of Keras, or a `Sequence`, as it was called before: its items are batches."""
+    """True for Keras's `PyDataset` (formerly `Sequence`), whose items are batches."""
     return any(
         kind.__name__ in ("PyDataset", "Sequence") and kind.__module__.split(".")[0] in ("keras", "tensorflow")
         for kind in type(data).__mro__
@@ -65,10 +60,10 @@ def is_keras_dataset(data: Any) -> bool:
 
 
 def host_arrays(parts: tuple[Any, ...], name: str) -> Any:
-    """Make `(x,)`, `(x, y)` or `(x, y, sample_weight)` a nest of host tensors with equally many rows.
+    """Convert `(x,)`, `(x, y)` or `(x, y, sample_weight)` to a nest of host tensors with equally many rows.
 
     Raises:
-        DataError: A part holds no numbers, or no rows, or another number of rows than the rest. It is named.
+        DataError: A part, named in the error, has no numbers, no rows, or not as many rows as the others.
     """
     names = (name, "y", "sample_weight")
 
@@ -78,20 +73,20 @@ def host_arrays(parts: tuple[Any, ...], name: str) -> Any:
     nest = tree_map_with_path(one, parts, is_leaf=is_leaf)
     shapes = [tuple(leaf.shape) for leaf in tree_leaves(nest) if leaf is not None]
     if not shapes:
-        raise DataError(f"{name} holds no array: it has no rows")
+        raise DataError(f"{name} contains no array, so it has no rows")
     lengths = [shape[0] for shape in shapes]
     if len(set(lengths)) > 1:
-        got = f"[{few([*map(str, lengths)])}]; their shapes are [{few([*map(str, shapes)])}]"
+        got = f"[{join_few([*map(str, lengths)])}]; their shapes are [{join_few([*map(str, shapes)])}]"
         raise DataError(
-            f"{name} and what goes with it must have equally many rows, got {got}{_unstacked(parts, names)}"
+            f"{name}, y and sample_weight must have equally many rows, got {got}{_advise_stacking(parts, names)}"
         )
     return nest
 
 
 def is_sample(item: Any) -> bool:
-    """True for one row of data, such as `(image, 3)`, given where a batch of rows belongs.
+    """True for a single row of data, such as `(image, 3)`, instead of a batch of rows.
 
-    Shapes tell: targets without dimensions, nothing but single numbers, or a vector whose target has another length.
+    Decided by shapes: targets without dimensions, only single numbers, or a vector whose target has another length.
     """
     item = as_tensors(item)
     parts = fields(item)
@@ -113,7 +108,7 @@ def is_sample(item: Any) -> bool:
 
 
 def require_batch(item: Any, data: Any, name: str) -> None:
-    """Check that the first item of an iterable is a batch.
+    """Check that an iterable's first item is a batch.
 
     Raises:
         DataError: It is a single row.
@@ -121,12 +116,12 @@ def require_batch(item: Any, data: Any, name: str) -> None:
     if not is_sample(item):
         return
     item = as_tensors(item)
-    shapes = listed(fields(item) if is_row_of_parts(item) else {"x": item})
+    shapes = list_tensors(fields(item) if is_row_of_parts(item) else {"x": item})
     if isinstance(data, DataLoader):
         cure = "The DataLoader has batch_size=None: give it a batch_size"
     else:
-        cure = "Pass list(rows) or a Dataset, of which batches are made, or yield batches, e.g. x of shape (rows, ...)"
-    raise DataError(f"{name} gives single rows, not batches: the first has {shapes}. {cure}")
+        cure = "Pass list(rows) or a Dataset, which fit batches, or yield batches, e.g. x of shape (rows, ...)"
+    raise DataError(f"{name} yields single rows, not batches: the first has {shapes}. {cure}")
 
 
 def _is_array(item: Any) -> bool:
@@ -134,11 +129,11 @@ def _is_array(item: Any) -> bool:
 
 
 def _holds_rows(data: Any) -> bool:
-    """True if the first item of data is a row. Reading it draws no random number that is missed later."""
+    """True if the first item of data is a row. Restores the random state after reading it."""
     before = RNGState.now()
     try:
         return len(data) > 0 and is_sample(data[0])
-    except (TypeError, LookupError, ValueError):  # they have no item 0
+    except (TypeError, LookupError, ValueError):  # there is no item 0
         return False
     finally:
         before.restore()
@@ -148,13 +143,13 @@ def _tensors(nest: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(nest)[0] if isinstance(leaf, Tensor)]
 
 
-def _unstacked(parts: Iterable[Any], names: Sequence[str]) -> str:
-    """A sentence about a part that is a list of rows, which would be a list of inputs."""
+def _advise_stacking(parts: Iterable[Any], names: Sequence[str]) -> str:
+    """Return a hint if a part is a list of rows, which counts as a list of inputs."""
     for name, part in zip(names, parts, strict=False):
         if isinstance(part, list) and all(_is_array(item) for item in part):
             make = "torch" if isinstance(part[0], Tensor) else "np"
             return (
-                f". {name} is a list of {counted(len(part), 'array')}, each an input by itself: if each is a row, pass "
-                f"{make}.stack({name})"
+                f". {name} is a list of {say_count(len(part), 'array')}, which count as separate inputs: if each is a "
+                f"row, pass {make}.stack({name})"
             )
     return ""

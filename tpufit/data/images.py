@@ -1,4 +1,4 @@
-"""Image folders, decoded and resized once, in parallel, into a cache."""
+"""Image folders, and their decoding and resizing into a cache, once and in parallel."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def presize(
     version: str = "1",
     **options: Any,
 ) -> CachedDataset:
-    """Decode and resize a folder of images in parallel, once, into a cache.
+    """Decode and resize a folder of images into a cache, once and in parallel.
 
     Args:
-        folder: One folder per class with its images, see `ImageFolder`.
-        size: The side of the square that each image becomes, or its `(height, width)`, in pixels.
-        cache_dir: The cache's folder. Images that are in it are not decoded again. It is an error if the names or the
-            sizes of the files have changed since.
+        folder: The folder, with a subfolder of images per class, see `ImageFolder`.
+        size: The side of a square, or `(height, width)`, in pixels.
+        cache_dir: The cache's folder. Cached images are not decoded again. It is an error if the files' names or sizes
+            have changed since.
         progress: True (default) to show a bar.
         version: As in `CachedDataset` (default `"1"`).
         options: Further arguments of `CachedDataset`: `device_transform`, `workers`, ...
 
     Returns:
-        The complete cache of `(image, label)`, uint8 of shape `(3, height, width)` and int64, in the order of
-        `ImageFolder(folder).samples`. The names of the labels are `ImageFolder(folder).classes`.
+        The complete cache of `(image, label)`: uint8 of shape `(3, height, width)`, and int64, in the order of
+        `ImageFolder(folder).samples`. The labels' names are `ImageFolder(folder).classes`.
 
     Raises:
-        ArgumentError: `size` is no size.
-        DataError: There are no images, or one can't be decoded. Finished files of the cache are kept.
+        ArgumentError: `size` is invalid.
+        DataError: There are no images, or an image can't be decoded. Finished files of the cache are kept.
         ImportError: Pillow is not installed.
 
     Example:
@@ -77,26 +77,26 @@ def presize(
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """The images of a folder that has one folder per class, as `(image, label)`.
+    """The images of a folder with a subfolder per class, as `(image, label)`.
 
-    Images may lie at any depth in the folder of their class. Names that begin with a dot (`.ipynb_checkpoints`) are
-    skipped, and a warning counts the other files whose suffix isn't that of an image. An image is turned as its EXIF
-    data say, and becomes RGB: transparency is dropped, and of 16-bit greys the upper 8 bits are kept.
+    Images may be at any depth in their class's folder. Names that begin with a dot (`.ipynb_checkpoints`) are skipped,
+    and a warning counts other files without an image's suffix. Images are rotated by their EXIF data, and converted to
+    RGB: transparency is dropped, and 16-bit greys keep their upper 8 bits.
 
     Args:
         folder: The folder.
-        size: The side of the square that each image becomes, or its `(height, width)`, in pixels: the image is scaled
-            until it just covers that, and the rest is cut off, half on either side. None (default) keeps its size.
+        size: The side of a square, or `(height, width)`, in pixels: each image is scaled to cover it, and cropped
+            around its centre. None (default) keeps each image's size.
 
     Attributes:
         folder: The folder.
         size: `(height, width)`, or None.
-        classes: The names of the class folders, sorted.
+        classes: The class folders' names, sorted.
         class_to_idx: The label of each name.
         samples: The path and the label of each image, sorted.
 
     Raises:
-        ArgumentError: `size` is no size.
+        ArgumentError: `size` is invalid.
         DataError: There are no class folders, or one has no images. When indexed: the image can't be decoded.
         ImportError: Pillow is not installed.
 
@@ -145,7 +145,7 @@ def _height_and_width(size: Any) -> tuple[int, int]:
 
 
 def _digest(images: ImageFolder) -> str:
-    """A hash of the names and sizes of the files. Not of their times: a copy of the folder has new ones."""
+    """Hash the files' names and sizes, but not their times, which change when the folder is copied."""
     digest = hashlib.sha256()
     for path, label in images.samples:
         digest.update(os.fsencode(os.path.relpath(path, images.folder)))
@@ -154,32 +154,32 @@ def _digest(images: ImageFolder) -> str:
 
 
 def _find(folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
-    """The names of the classes, and the images with their labels."""
+    """Find the names of the classes, and the images with their labels."""
     entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
     classes = sorted(entry.name for entry in entries if entry.is_dir())
     if not classes:
-        raise DataError(f"{folder} has no folders in it: images must lie in one per class, as {folder}/cat/1.jpg")
-    left_out = Counter("images beside the class folders" for entry in entries if entry.is_file() and _is_image(entry))
+        raise DataError(f"{folder} has no subfolders: put the images in a folder per class, as {folder}/cat/1.jpg")
+    ignored = Counter("images outside the class folders" for entry in entries if entry.is_file() and _is_image(entry))
     samples = []
     for label, name in enumerate(classes):
-        files = list(_files(folder / name))
+        files = list(_list_files(folder / name))
         images = [path for path in files if _is_image(path)]
         if not images:
-            cure = f"(files that end in {', '.join(SUFFIXES)}). Remove it, or put some there"
-            raise DataError(f"the class folder {folder / name} has no images in it {cure}")
+            cure = f"(files that end in {', '.join(SUFFIXES)}). Remove the folder, or add images"
+            raise DataError(f"the class folder {folder / name} has no images {cure}")
         samples += [(path, label) for path in images]
-        left_out.update(os.path.splitext(path)[1] or "without a suffix" for path in files if not _is_image(path))
-    if left_out:
-        counts = ", ".join(f"{count} {what}" for what, count in sorted(left_out.items()))
-        warn(f"files in {folder} that are not among the images: {counts}")
+        ignored.update(os.path.splitext(path)[1] or "without a suffix" for path in files if not _is_image(path))
+    if ignored:
+        counts = ", ".join(f"{count} {what}" for what, count in sorted(ignored.items()))
+        warn(f"{folder} has files that are ignored: {counts}")
     return classes, samples
 
 
-def _files(folder: Path) -> Iterator[str]:
-    """The files in a folder at any depth, in an order that doesn't depend on the file system."""
+def _list_files(folder: Path) -> Iterator[str]:
+    """Yield the files in a folder at any depth, in an order independent of the file system."""
 
     def fail(error: OSError) -> NoReturn:
-        raise error  # os.walk would go on without the folder that can't be read
+        raise error  # os.walk would skip a folder that can't be read
 
     for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -191,7 +191,7 @@ def _is_image(path: str | os.PathLike[str]) -> bool:
 
 
 def _read(path: str, size: tuple[int, int] | None) -> PIL.Image.Image:
-    """The image of a file: upright, RGB, of the size."""
+    """Read an image: upright, RGB, of the given size."""
     import PIL.Image
     import PIL.ImageOps
 
@@ -199,32 +199,32 @@ def _read(path: str, size: tuple[int, int] | None) -> PIL.Image.Image:
     try:
         image: PIL.Image.Image = PIL.Image.open(io.BytesIO(content))
         if size is not None:
-            # A JPEG can be decoded at a half, a quarter or an eighth of its size. Twice the final size is left for the
-            # filter. The larger side for both, since the image may be about to be turned.
+            # A JPEG can be decoded at a half, a quarter or an eighth of its size. The filter needs twice the final
+            # size, and both sides use the larger side, since EXIF data may rotate the image.
             image.draft(None, (2 * max(size), 2 * max(size)))
         PIL.ImageOps.exif_transpose(image, in_place=True)
-        image = _rgb(image)
+        image = _to_rgb(image)
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
         reason = error if content else "the file is empty"
-        cure = "Replace the file or delete it; no image is left out in silence"
+        cure = "Replace or delete the file; no image is skipped silently"
         raise DataError(f"the image {path} can't be decoded: {reason}. {cure}") from error
     return image if size is None else _cover(image, *size)
 
 
-def _rgb(image: PIL.Image.Image) -> PIL.Image.Image:
+def _to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
     import PIL.Image
 
-    if image.mode.startswith("I;16"):  # convert() would make all but the darkest of it white
+    if image.mode.startswith("I;16"):  # convert() would turn all but the darkest pixels white
         image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
-        raise ValueError(f"its pixels (mode {image.mode}) have no range that could become 0 to 255")
-    elif "transparency" in image.info:  # in a palette, whose conversion to RGB would warn
+        raise ValueError(f"its pixels (mode {image.mode}) have no known range to map to 0 to 255")
+    elif "transparency" in image.info:  # in a palette: converting it to RGB directly would warn
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _cover(image: PIL.Image.Image, height: int, width: int) -> PIL.Image.Image:
-    """The image scaled to cover the size, and cropped around its centre: only what is kept is scaled."""
+    """Scale an image to cover the size, cropped around its centre; only the kept part is scaled."""
     import PIL.Image
 
     scale = max(height / image.height, width / image.width)

@@ -1,9 +1,9 @@
-"""`InlineReader`: batches read by the loop itself, without a thread; and `Pace`, which decides when."""
+"""`InlineReader` reads batches in the loop's thread, and `Pace` decides when to use it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter, thread_time
 from typing import Any, Generic, TypeVar
@@ -14,10 +14,9 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Reader = TypeVar("Reader", bound="BatchReader[Any]")
 
-# Data are read without a thread if to read them takes little of the processor beside the loop itself: two threads of
-# Python work in turns, and slow each other down. What is quick on one machine is slow on another, so the loop's own
-# time is the measure. A thread waits for the loop too; what waits longer than the loop works waits for a disk.
-# A few batches say nothing; the first opens files.
+# Data are read inline if reading takes little processor time compared with the loop: two Python threads take turns, and
+# slow each other down. The loop's time is the measure, because machines differ. A reader that waits longer than the
+# loop computes is waiting for a disk. A few batches prove nothing, as the first one opens files.
 _MOST_COMPUTED = 1.5
 _MOST_WAITED = 1.0
 _ENOUGH = 8
@@ -25,28 +24,28 @@ _ENOUGH = 8
 
 @dataclass
 class ReadTimes:
-    """The work of a reader so far, in seconds."""
+    """A reader's work so far, in seconds."""
 
-    batches: int = 0  # or groups of them, that it has given
-    waited: float = 0.0  # by `next`, for data
-    busy: float = 0.0  # with reading and preparing
-    prepared: float = 0.0  # the part of `busy` that was spent on preparing
+    batches: int = 0  # or groups of batches, returned
+    waited: float = 0.0  # for data, in `next`
+    busy: float = 0.0  # reading and preparing
+    prepared: float = 0.0  # the part of `busy` spent preparing
     computed: float = 0.0  # the part of `busy` in which the processor worked
-    paused: float = 0.0  # the loop's processor, on other things than steps, as on capturing a graph
+    paused: float = 0.0  # processor time that the loop spent on other work than steps, such as capturing a graph
 
 
 class BatchReader(Generic[T_co]):
-    """Gives prepared batches in order, none lost or repeated: a `Prefetcher` or an `InlineReader`."""
+    """Returns prepared batches in order, none lost or repeated: a `Prefetcher` or an `InlineReader`."""
 
     times: ReadTimes
 
     def __next__(self) -> T_co:
-        """Give the next batch."""
+        """Return the next batch."""
         raise NotImplementedError
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keep `prepare` from running, as a graph is being captured; it does so by itself if it runs in `next` only."""
+    def pausing(self) -> Iterator[None]:
+        """Keep `prepare` from running while a graph is captured. Nothing to do if `prepare` runs in `next` only."""
         began = thread_time()
         try:
             yield
@@ -54,10 +53,10 @@ class BatchReader(Generic[T_co]):
             self.times.paused += thread_time() - began
 
     def end(self) -> None:
-        """Let a `next` that waits for another thread raise `PrefetchEndedError`."""
+        """Make a `next` that waits for another thread raise `PrefetchEndedError`."""
 
     def close(self) -> None:
-        """Stop reading, and close the data if they are a generator."""
+        """Stop reading, and close the data if it is a generator."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[T_co]:
@@ -71,10 +70,10 @@ class BatchReader(Generic[T_co]):
 
 
 class InlineReader(BatchReader[T_co]):
-    """Reads and prepares each batch when it is asked for, without a thread.
+    """Reads and prepares each batch when `next` is called, without a thread.
 
-    The device doesn't wait for it as long as the steps before keep it busy. A thread could do less meanwhile than it
-    takes to hand a batch over, and two threads of Python are in each other's way. A generator is closed at the end.
+    The device doesn't wait while earlier steps keep it busy. A thread would cost more than it saves: handing over a
+    batch takes time, and two Python threads slow each other down. A generator is closed at the end.
 
     Example:
         >>> with InlineReader([1, 2, 3], lambda batch: batch * 10) as reader:
@@ -84,19 +83,17 @@ class InlineReader(BatchReader[T_co]):
 
     def __init__(self, batches: Iterable[Any], prepare: Callable[[Any], T_co], pace: Pace | None = None) -> None:
         self.times = ReadTimes()
-        self._clock = thread_time if pace is None or pace.decides else _no_time
-        self._lends: Callable[[], AbstractContextManager[None]]
-        self._lends = turns.lent if pace is None or not pace.in_memory else nullcontext
+        self._clock = thread_time if pace is None or pace.decides else _zero_clock
+        self._in_memory = pace is not None and pace.in_memory
         self._batches = iter(batches)
         self._prepare = prepare
 
     def __next__(self) -> T_co:
         began = perf_counter()
         computed = self._clock()
-        with self._lends():
-            batch = next(self._batches)
+        batch = next(self._batches) if self._in_memory else self._read()
         read = perf_counter()
-        prepared = prepared_by(self._prepare, batch)
+        prepared = call_prepare(self._prepare, batch)
         ended = perf_counter()
         times = self.times
         times.computed += self._clock() - computed
@@ -106,16 +103,20 @@ class InlineReader(BatchReader[T_co]):
         times.batches += 1
         return prepared
 
+    def _read(self) -> Any:
+        with turns.lending():
+            return next(self._batches)
+
     def close(self) -> None:
-        """Close the data if they are a generator."""
+        """Close the data if it is a generator."""
         if isinstance(self._batches, Generator):
             self._batches.close()
 
 
 class Pace:
-    """Decides, pass after pass, if some data are read without a thread.
+    """Decides before each pass whether data are read without a thread.
 
-    Rows that lie in memory never need one; of other data, those that aren't `movable` always do.
+    Rows in memory never need a thread; other data always do unless they are `movable`.
     """
 
     def __init__(self, in_memory: bool, movable: bool) -> None:
@@ -124,27 +125,27 @@ class Pace:
         self.passed = False  # there has been a pass
         self.decides = movable and not in_memory  # the times of a pass may change `inline`
 
-    def note(self, times: ReadTimes, own: float) -> None:
-        """Decide by the times of a pass, and the seconds that the loop itself has computed.
+    def note(self, times: ReadTimes, loop_seconds: float) -> None:
+        """Decide by the times of a pass, and the seconds that the loop has computed.
 
-        Data that were quick once and are no more get their thread back for good.
+        Data that were fast once but are slow now get a thread permanently.
         """
         if self.decides:
             before = self.inline
             waits = times.busy - times.computed
-            quick = times.computed <= _MOST_COMPUTED * own and waits <= _MOST_WAITED * own
+            quick = times.computed <= _MOST_COMPUTED * loop_seconds and waits <= _MOST_WAITED * loop_seconds
             self.inline = quick and times.batches >= _ENOUGH
             self.decides = self.inline or not before
         self.passed = True
 
 
-def _no_time() -> float:
-    """The clock where nobody asks for the time: the processor's is a call of the system."""
+def _zero_clock() -> float:
+    """The clock where times aren't needed: the processor's clock is a system call."""
     return 0.0
 
 
-def prepared_by(prepare: Callable[[Any], T], batch: Any) -> T:
-    """Prepare a batch. A `StopIteration` becomes an error: `next` would take it for the end of the data."""
+def call_prepare(prepare: Callable[[Any], T], batch: Any) -> T:
+    """Prepare a batch, and turn a `StopIteration` into an error: `next` would take it for the end of the data."""
     try:
         return prepare(batch)
     except StopIteration as error:

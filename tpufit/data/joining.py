@@ -1,4 +1,4 @@
-"""`Joiner`: makes one batch for all cores of the batches that an iterable gives, one for each core."""
+"""`Joiner`: joins an iterable's batches, one per core, into one batch for all cores."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ..errors import BatchError, DataError
 from ..utils.users_code import warn
-from .batches import as_tensors, fields, is_row_of_parts, listed, require_dense
+from .batches import as_tensors, fields, is_row_of_parts, list_tensors, require_dense
 
-# What single batches have in one place, which all look alike but for their rows.
+# The parts of several batches at the same position in the nest, which differ in their rows only.
 Column = Sequence[Any]
-_FEW = 3  # inputs that a module may take in a tuple
+_FEW = 3  # the most inputs that a short tuple may be
 _CURE = "yield whole batches, for all cores together, and pass batch_size='global': then they are only split"
 
 
 class Joiner:
     """Joins batches row by row.
 
-    Tensors are joined along their rows, and so are lists that hold an item for each row, such as an image's boxes.
-    Other tuples, lists and dicts are nests of columns, of which each is joined by itself.
+    Tensors are joined along their rows, and so are lists with an item per row, such as an image's boxes. Other tuples,
+    lists and dicts are nests of columns, which are joined separately.
 
     Args:
         name: The data's name in errors and warnings.
@@ -43,8 +43,8 @@ class Joiner:
         """Join some batches.
 
         Raises:
-            DataError: They differ in more than their rows.
-            BatchError: In one of them x and y have different numbers of rows, which would move their rows apart.
+            DataError: The batches differ in more than their rows.
+            BatchError: In a batch x and y have different numbers of rows, which would misalign the joined rows.
         """
         parts = [as_tensors(batch) for batch in batches]
         joined = _Joined(parts)
@@ -52,51 +52,51 @@ class Joiner:
             return [sample for part in parts for sample in part]
         whole = joined.of(parts, top=True)
         uneven = self._check_rows(parts, joined)
-        if not self._looked:  # once: it reads values
+        if not self._looked:  # once, because it reads values
             self._looked = True
             self._warn_of_positions(joined, uneven)
         return whole
 
     def _check_rows(self, parts: Sequence[Any], joined: _Joined) -> str:
-        """Check that no rows have moved apart, and return the shapes in a batch that has unequal numbers of them."""
+        """Check that no rows are misaligned, and return the shapes of a batch with unequal numbers of rows, or ""."""
         counts = joined.counts
         if all(count == counts[0] for count in counts):
             return ""
-        # Equal in all only by their sums: y's rows of one batch have come beside x's of another. Sums of what
-        # isn't a row for each row, such as nodes and graphs, differ.
+        # If only the sums are equal, y's rows of one batch are now aligned with x's rows of another. The sums differ
+        # for parts that don't have a row per sample, such as nodes and graphs.
         together = [counts] if joined.split is None else [counts, [counts[0], *counts[joined.split :]]]
         for group in together:
             if len({sum(count) for count in group}) == 1 and any(count != group[0] for count in group):
-                raise BatchError(
-                    f"{self._name} must give batches whose parts have equally many rows, got {_uneven(parts, group)}"
-                )
-        return _uneven(parts, counts)
+                got = _describe_uneven_batch(parts, group)
+                raise BatchError(f"{self._name} must give batches whose parts have equally many rows, got {got}")
+        return _describe_uneven_batch(parts, counts)
 
     def _warn_of_positions(self, joined: _Joined, uneven: str) -> None:
-        """Warn of numbers that count from a batch's first row: joined, they all point into the first batch."""
+        """Warn about indices that count from a batch's first row: after joining, all point into the first batch."""
         if uneven:
             why = f"their parts have different numbers of rows ({uneven}). Numbers that count from a batch's first row"
         elif any(_are_positions(column, in_order) for column, in_order in joined.integers):
-            why = "each has whole numbers that begin anew at 0. If these count from the batch's first row, they"
+            why = "each has whole numbers that restart at 0. If they count from the batch's first row, they"
         else:
             return
         warn(
-            f"{self._name} gives a batch for each core, which are joined row by row, but {why} then all point into the "
-            f"first batch. If you have such numbers, {_CURE}"
+            f"{self._name} gives a batch for each core, which are joined row by row, but {why} then all point into "
+            f"the first batch. If you have such numbers, {_CURE}"
         )
 
 
 class _Joined:
-    """One joining of batches, and the rows that its tensors had in each of them."""
+    """Joins one group of batches, and records the rows of each tensor in each batch."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        self.counts: list[list[int]] = []  # of each tensor of columns: its rows in each batch
-        self.split: int | None = None  # the number of x's tensors, if y has some too
-        # The columns of whole numbers in one dimension. Those of y may be classes, and only tell in order.
+        self.counts: list[list[int]] = []  # for each column tensor: its rows in each batch
+        self.split: int | None = None  # the number of x's tensors, if y has tensors too
+        # The 1-D columns of whole numbers. A column of y may be classes, and counts as positions only if it is in
+        # order.
         self.integers: list[tuple[Sequence[Tensor], bool]] = []
-        lists = [_lists_of_rows(part) for part in parts]
+        lists = [_count_rows_in_lists(part) for part in parts]
         self._in_lists = None not in lists
-        rows = lists if self._in_lists else [_rows_of(part) for part in parts]
+        rows = lists if self._in_lists else [_count_rows(part) for part in parts]
         self._rows = None if None in rows else rows
 
     def of(self, column: Column, top: bool = False) -> Any:
@@ -108,7 +108,8 @@ class _Joined:
             return self._tensor(column)
         if isinstance(first, dict):
             if any(part.keys() != first.keys() for part in column):
-                raise DataError(f"batches must all have the same keys, got {[[*part] for part in column]} in one place")
+                keys = [[*part] for part in column]
+                raise DataError(f"batches must all have the same keys, got {keys} at the same position")
             return type(first)((key, self.of([part[key] for part in column])) for key in first)
         if isinstance(first, np.ndarray):  # of text
             return np.concatenate(column)
@@ -118,8 +119,8 @@ class _Joined:
             return type(first)(item for part in column for item in part)
         if any(len(part) != len(first) for part in column):
             raise DataError(
-                f"batches must all be of one structure, got {type(first).__name__}s of {[*map(len, column)]} items in "
-                "one place"
+                f"batches must all have one structure, got {type(first).__name__}s of {[*map(len, column)]} items at "
+                "the same position"
             )
         columns: list[Any] = []
         for i, parts in enumerate(zip(*column, strict=True)):
@@ -135,8 +136,8 @@ class _Joined:
             if any(part.dim() or part.item() != first.item() for part in column):
                 numbers = [part.tolist() for part in column]
                 raise BatchError(
-                    f"the batches that make one step have different single numbers, {numbers}: give each row one, or "
-                    f"{_CURE}"
+                    f"the batches that make one step have different single numbers, {numbers}: give each row a "
+                    f"number, or {_CURE}"
                 )
             return first
         if any(part.shape[1:] != first.shape[1:] for part in column):
@@ -150,7 +151,7 @@ class _Joined:
         return torch.cat([*column])
 
     def _holds_rows(self, column: Column) -> bool:
-        """True for lists with an item for each row of their batches."""
+        """True for lists with an item per row of their batches."""
         first = column[0]
         if hasattr(first, "_fields"):
             return False
@@ -160,13 +161,13 @@ class _Joined:
             return False
         if self._in_lists or all(isinstance(item, dict) for part in column for item in part):
             return True
-        # Columns have a row for each row of the batch. A few that haven't are a tuple, such as (nodes, edges).
+        # Columns have a row per row of the batch. A short tuple without them is several inputs, such as (nodes, edges).
         columns = all(leaf.dim() and len(leaf) == len(part) for part in column for leaf in _tensors(part))
         return not columns and all(map(_are_alike, column)) and all(map(_may_be_rows, column))
 
 
-def _rows_of(part: Any) -> int | None:
-    """The number of a batch's rows, as the tensors outside of tuples and lists tell it."""
+def _count_rows(part: Any) -> int | None:
+    """Return a batch's number of rows by its tensors outside tuples and lists; None if there are none."""
     for item in part if is_row_of_parts(part) else (part,):
         for leaf in tree_leaves(item, is_leaf=_is_sequence):
             if isinstance(leaf, Tensor) and leaf.dim():
@@ -174,8 +175,8 @@ def _rows_of(part: Any) -> int | None:
     return None
 
 
-def _lists_of_rows(part: Any) -> int | None:
-    """The number of a batch's rows, if each of its parts is a list of them, as `zip(*samples)` makes them."""
+def _count_rows_in_lists(part: Any) -> int | None:
+    """Return a batch's number of rows if each part is a list of rows, as `zip(*samples)` makes them, else None."""
     items = part if is_row_of_parts(part) else (part,)
     if len(items) < 2 or not all(_is_sequence(item) and _are_alike(item) for item in items):
         return None
@@ -186,7 +187,7 @@ def _lists_of_rows(part: Any) -> int | None:
 
 
 def _are_samples(parts: Sequence[Any]) -> bool:
-    """True for batches that are lists of samples, as a `collate_fn` that returns its argument gives them."""
+    """True for batches that are lists of samples, as from a `collate_fn` that returns its argument."""
     for part in parts:
         if type(part) is not list or not all(isinstance(item, (dict, tuple)) for item in part) or not _are_alike(part):
             return False
@@ -208,7 +209,7 @@ def _are_alike(items: Sequence[Any]) -> bool:
 
 
 def _are_positions(column: Sequence[Tensor], in_order: bool) -> bool:
-    """True for numbers that begin anew in each batch: each of its rows once, or those of groups one after another."""
+    """True for numbers that restart in each batch: each row's index once, or consecutive group indices."""
     for part in column:
         if not len(part):
             return False
@@ -222,7 +223,7 @@ def _are_positions(column: Sequence[Tensor], in_order: bool) -> bool:
 
 
 def _may_be_rows(items: Sequence[Any]) -> bool:
-    """True for a list, a tuple of many, or of numbers; a short tuple of tensors is one of columns."""
+    """True for a list, a long tuple, or a tuple with numbers; a short tuple of tensors is columns."""
     return isinstance(items, list) or len(items) > _FEW or any(not leaf.dim() for leaf in _tensors(items))
 
 
@@ -234,6 +235,6 @@ def _tensors(nest: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
-def _uneven(parts: Sequence[Any], counts: Sequence[Sequence[int]]) -> str:
-    """The shapes in the first batch whose tensors have different numbers of rows."""
-    return listed(fields(next(part for i, part in enumerate(parts) if len({count[i] for count in counts}) > 1)))
+def _describe_uneven_batch(parts: Sequence[Any], counts: Sequence[Sequence[int]]) -> str:
+    """Describe the first batch whose tensors have different numbers of rows."""
+    return list_tensors(fields(next(part for i, part in enumerate(parts) if len({count[i] for count in counts}) > 1)))

@@ -1,8 +1,8 @@
-"""`Prefetcher`: a background thread that keeps batches ahead of the loop, prepared and on their way to the device.
+"""`Prefetcher`: a background thread that reads, prepares and sends batches ahead of the loop.
 
-The prefetcher and its thread meet in two queues only. A slot is put back for each batch that is asked for, and the
-thread takes one before it reads. `SimpleQueue` is written in C: a wait for one ends at once on Ctrl-C, and its `put`
-may run in the middle of anything, also in a garbage collection that finds a dropped prefetcher.
+The prefetcher and its thread share two queues only. The prefetcher puts a slot for each batch that `next` requests, and
+the thread takes a slot before it reads. `SimpleQueue` is written in C: Ctrl-C interrupts a `get` at once, and `put` is
+reentrant, so that even a garbage collection that finalizes a prefetcher may call it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, Generic, NamedTuple
 from ..backend import turns
 from ..errors import require_whole
 from ..utils.users_code import warn
-from .inline import BatchReader, ReadTimes, T, T_co, prepared_by
+from .inline import BatchReader, ReadTimes, T, T_co, call_prepare
 
-_PATIENCE = 2.0  # seconds that close() waits for a thread which is inside the user's data
-# Seconds after which a wait is begun again: the system may give a signal to another thread, as it does while a profiler
-# or debugger has stopped this one, and Python's handler then runs only when this one wakes up.
+_PATIENCE = 2.0  # seconds that close() waits for a thread that is inside the user's data
+# Seconds after which a wait is restarted: the system may deliver a signal to another thread, e.g. while a profiler or
+# debugger has stopped this one, and Python's handler then runs only when this thread wakes up.
 _LOOK = 0.1
-_SILENCE = 600  # such waits without a batch after which it is said that one is waited for
+_SILENCE = 600  # the number of such waits without a batch before a warning
 _NO_BATCH = object()
 
 
@@ -36,10 +36,10 @@ class PrefetchEndedError(Exception):
 class Prefetcher(BatchReader[T_co]):
     """Reads and prepares batches ahead, in order, none lost or repeated.
 
-    It ends when the data end, when `close` is called (or a `with` block left), or when nobody holds it any more. An
-    exception in the data or in `prepare` is raised by `next`, itself and with its own traceback, after all batches
-    before it. The thread reads the data, so a source must not share state, such as a random generator, with the loop. A
-    generator is closed in it, too. No more than `depth` prepared batches wait.
+    It ends when the data end, when `close` is called (or a `with` block exits), or when the prefetcher is garbage
+    collected. An exception in the data or in `prepare` is raised by `next`, unchanged and with its traceback, after all
+    earlier batches. The thread reads the data, so a source must not share state, such as a random generator, with the
+    loop. The thread also closes a generator. At most `depth` prepared batches are pending.
 
     Raises:
         ArgumentError: `depth` is not a whole number of at least 1.
@@ -54,15 +54,15 @@ class Prefetcher(BatchReader[T_co]):
         require_whole("depth", depth)
         self.times = ReadTimes()
         self._paused = False
-        self._owed = 0  # slots of batches given out that the thread doesn't have back yet
+        self._owed = 0  # slots of returned batches that the thread hasn't got back yet
         self._half = (depth + 1) // 2
         self._channel: _Channel[T_co] = _Channel(depth, self.times)
-        self._stop = weakref.finalize(self, self._channel.stop)  # when dropped, or by close()
-        # A daemon: data that never return must not keep the interpreter from exiting.
+        self._stop = weakref.finalize(self, self._channel.stop)  # on garbage collection, or in close()
+        # A daemon, because data that never return must not keep the interpreter from exiting.
         work = batches, prepare
         self._thread = threading.Thread(target=self._channel.fill, args=work, name="tpufit-prefetch", daemon=True)
         _channels[self._thread] = self._channel
-        # Registered again for each prefetcher: exit handlers run last in, first out, and this one must run before the
+        # Registered again for each prefetcher: exit handlers run last in, first out, and this one must precede the
         # device's.
         atexit.unregister(_end_threads)
         atexit.register(_end_threads)
@@ -77,11 +77,11 @@ class Prefetcher(BatchReader[T_co]):
         if channel.ready.empty():
             if self._paused:
                 self._owed -= 1
-                raise RuntimeError("no batch is ready in a pause: ask for the next one after it")
+                raise RuntimeError("no batch is ready during a pause: call next after the pause")
             if not self._thread.is_alive() and channel.ready.empty():
                 raise RuntimeError("the prefetcher's thread is in another process: this one was forked from it")
             began = perf_counter()
-        # Half of them at once: a thread that is woken for each batch costs more than sending a small one does.
+        # Half of the slots at once: waking a thread for each batch costs more than sending a small batch.
         if began is not None or self._owed >= self._half:
             for _ in range(self._owed):
                 channel.slots.put(None)
@@ -98,34 +98,34 @@ class Prefetcher(BatchReader[T_co]):
         try:
             raise StopIteration if item.error is None else item.error
         finally:
-            del item  # the error's traceback holds this frame, which must not hold the error
+            del item  # the error's traceback refers to this frame, which must not refer to the error
 
     def _get(self) -> T_co | _End:
         waits = 0
         while True:
             with suppress(Empty):
                 return self._channel.ready.get(timeout=_LOOK)
-            if turns.waited_for:  # maybe by the data, if they ask a model
-                with self.paused():
+            if turns.waited_for:  # perhaps by the data, if they call a model
+                with self.pausing():
                     turns.give_way()
             waits += 1
             if waits == _SILENCE:
                 warn(
-                    f"the data have given no batch for {_SILENCE * _LOOK:g} s, and are still being waited for. If a "
-                    "worker may hang, DataLoader(..., timeout=60) makes an error of it that names the worker",
+                    f"the data have returned no batch for {_SILENCE * _LOOK:g} s; still waiting. If a worker may "
+                    "hang, DataLoader(..., timeout=60) raises an error that names the worker",
                 )
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keep `prepare` from running, as a graph is being captured.
+    def pausing(self) -> Iterator[None]:
+        """Keep `prepare` from running while a graph is captured.
 
-        Entering waits for the call that runs. Inside, the data may still be read, and `next` gives the batches that
-        are ready; if none is, it can't wait for one. Not to be nested.
+        Entering waits for a running call. Inside, the data may still be read, and `next` returns batches that are
+        ready, but can't wait for more. Don't nest it.
 
         Raises:
-            RuntimeError: From `next`, inside: no batch is ready.
+            RuntimeError: `next` was called inside, and no batch is ready.
         """
-        with super().paused(), self._channel.turn:
+        with super().pausing(), self._channel.turn:
             self._paused = True
             try:
                 yield
@@ -133,14 +133,14 @@ class Prefetcher(BatchReader[T_co]):
                 self._paused = False
 
     def end(self) -> None:
-        """Let a `next` that waits for data, or a later one, raise `PrefetchEndedError`. For handlers of signals."""
+        """Make a `next` that waits for data, or a later one, raise `PrefetchEndedError`. For signal handlers."""
         self._channel.ready.put(_End(PrefetchEndedError()))
 
     def close(self) -> None:
-        """Stop the thread, close the data if they are a generator, and drop what was prepared; again is no error.
+        """Stop the thread, close the data if it is a generator, and drop prepared batches. May be called again.
 
-        It waits for the thread, but no longer than 2 s if that is inside the data, and not in a pause; the thread then
-        ends as soon as it can, without preparing anything more.
+        Waits for the thread, for at most 2 s if it is inside the data, and not at all in a pause; the thread then ends
+        as soon as it can, without preparing more batches.
         """
         self._stop()
         self._thread.join(0 if self._paused else _PATIENCE)
@@ -149,19 +149,19 @@ class Prefetcher(BatchReader[T_co]):
 
 
 class _End(NamedTuple):
-    """The mark after the last batch, with the error that ended the data, if one did."""
+    """The mark after the last batch, with the error that ended the data, if any."""
 
     error: BaseException | None = None
 
 
 class _Channel(Generic[T]):
-    """Joins a prefetcher and its thread. The thread must not hold the prefetcher, or that could never be dropped."""
+    """Connects a prefetcher and its thread, which must not refer to the prefetcher, or it could never be collected."""
 
     def __init__(self, depth: int, times: ReadTimes) -> None:
         self.times = times
         self.ready: SimpleQueue[T | _End] = SimpleQueue()
         self.slots: SimpleQueue[None] = SimpleQueue()
-        self.turn = threading.Lock()  # held by `prepare`, or by a pause
+        self.turn = threading.Lock()  # locked during `prepare`, or a pause
         self.stopped = False
         for _ in range(depth):
             self.slots.put(None)
@@ -171,7 +171,7 @@ class _Channel(Generic[T]):
         self.slots.put(None)
 
     def fill(self, batches: Iterable[Any], prepare: Callable[[Any], T]) -> None:
-        """Read and prepare until the end: the thread's work."""
+        """Read and prepare batches until the data end; runs in the thread."""
         times = self.times
         iterator: Iterator[Any] = iter(())
         try:
@@ -187,19 +187,19 @@ class _Channel(Generic[T]):
                     if self.stopped:
                         break
                     began = perf_counter()
-                    self.ready.put(prepared_by(prepare, batch))
+                    self.ready.put(call_prepare(prepare, batch))
                     prepared = perf_counter() - began
                     times.prepared += prepared
                     times.busy += prepared
                     times.computed = thread_time()
-                del batch  # not held while waiting for a slot
+                del batch  # free it while waiting for a slot
             self.ready.put(_End())
         except BaseException as error:
             self.ready.put(_End(error))
         finally:
             if isinstance(iterator, Generator):
                 iterator.close()
-            del batches, iterator  # an error's traceback holds this frame, which must not hold the data
+            del batches, iterator  # an error's traceback refers to this frame, which must not refer to the data
 
     def next_slot(self) -> bool:
         self.slots.get()
@@ -210,7 +210,7 @@ _channels: weakref.WeakKeyDictionary[threading.Thread, _Channel[Any]] = weakref.
 
 
 def _end_threads() -> None:
-    """Leave no thread inside torch when the interpreter ends: that aborts the process."""
+    """End all threads before the interpreter exits: a thread inside torch would abort the process."""
     running = list(_channels.items())
     deadline = monotonic() + _PATIENCE
     for _, channel in running:

@@ -1,35 +1,32 @@
-"""`stream`: arrays, data sets, loaders and iterables become one `Stream` of global batches.
+"""`stream`: turns arrays, data sets, loaders and iterables into one `Stream` of global batches.
 
-A global batch holds the rows of all cores. It is a nest (tuples, lists, dicts) of host tensors as the data gave it; the
-last one of a pass is as short as it must be, and is never dropped, padded or filled up.
+A global batch has the rows of all cores. It is a nest (tuples, lists, dicts) of host tensors, as the data have it. A
+pass's last batch may be shorter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Generator
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
-from ..errors import ArgumentError, DataError, counted, require_choice, require_whole
+from ..errors import ArgumentError, DataError, require_choice, require_whole
 from ..utils.kept import Kept
 from ..utils.random import RNGState
 from ..utils.users_code import warn
-from .batches import as_tensors, count_rows, host_array, kind_of
-from .cache import CachedDataset
-from .forms import host_arrays, is_arrays, is_keras_dataset, is_map_style, is_sparse_matrix
+from .batches import as_tensors
 from .inline import Pace
 from .nan import NaNWatch
+from .padding import pad_batch
 from .per_host import PerHost, Share
 from .position import Position, PositionLog
-from .sources import Arrays, BatchPlan, Cached, Iteration, Samples, Source, Transform, of_loader
-from .texts import RowsOfTokens
+from .sources import Arrays, BatchPlan, Cached, Iteration, Samples, Source, Transform, make_loader_source
+from .user_data import Form, UserData, recognize
 
 DEFAULT_BATCH_SIZE = 32  # Keras's
 GLOBAL = "global"  # the batch size of data whose batches are for all cores together
@@ -55,26 +52,26 @@ def stream(
         x: Arrays, tensors or tables (or a nest of them), a map-style or iterable `Dataset`, another object with
             `__len__` and `__getitem__`, a list of rows, a `DataLoader`, or any iterable of batches.
         y: Targets, with arrays only: the other forms yield them with `x`.
-        sample_weight: One weight a row, with arrays only.
-        batch_size: Rows per core (default 32). Loaders and iterables bring their own batches, one for each core, or
-            with `"global"` one for all cores together.
+        sample_weight: One weight per row, with arrays only.
+        batch_size: Rows per core (default 32). Loaders and iterables make their own batches, one per core, or with
+            `"global"` one for all cores together.
         cores: The number of cores that share a global batch of `batch_size * cores` rows.
-        shuffle: True to put arrays and map-style data sets in a new order each epoch, `"batch"` to do so only within
-            each `batch_size` rows; loaders and iterables never are.
-        seed: Determines the order, with the epoch's number.
-        steps: Global batches an epoch (default: as many as the data have). Must be given for endless data.
-        restart: With `steps`, True to begin each epoch with the first batch (an evaluation), False to go on where the
-            epoch before left off (training).
-        local_shards: The shards of a batch that this process reads, one a core (default: all). With fewer, batches are
-            `LocalBatch`s. Only iterables are read whole, unless they are `PerHost`.
+        shuffle: True shuffles arrays and map-style data sets each epoch, `"batch"` only within each `batch_size` rows;
+            loaders and iterables are never shuffled.
+        seed: The seed, which with the epoch's number determines the order.
+        steps: Global batches per epoch (default: as many as the data have). Required for endless data.
+        restart: With `steps`: True begins each epoch with the first batch (evaluation), False continues where the
+            previous epoch ended (training).
+        local_shards: The shards of a batch that this process reads, one per core (default: all). With fewer, batches
+            are `LocalBatch`s, and only iterables other than `PerHost` are read whole.
         name: The data's name in errors.
 
     Returns:
-        The stream; nothing has been read from it yet.
+        The stream, from which nothing has been read yet.
 
     Raises:
         ArgumentError: An argument doesn't go with this form of data.
-        DataError: There are no rows, or their numbers differ, or the data can't be batched.
+        DataError: There are no rows, the numbers of rows differ, or the data can't be batched.
 
     Example:
         >>> import numpy as np
@@ -82,6 +79,30 @@ def stream(
         >>> data.steps, [len(x) for x, y in data.epoch(0)]
         (3, [4, 4, 2])
     """
+    return make_stream(
+        recognize(x, y, sample_weight, name),
+        batch_size=batch_size,
+        cores=cores,
+        shuffle=shuffle,
+        seed=seed,
+        steps=steps,
+        restart=restart,
+        local_shards=local_shards,
+    )
+
+
+def make_stream(
+    data: UserData,
+    *,
+    batch_size: int | str | None = None,
+    cores: int = 1,
+    shuffle: bool | str = False,
+    seed: int = 0,
+    steps: int | None = None,
+    restart: bool = False,
+    local_shards: Sequence[int] | None = None,
+) -> Stream:
+    """Make a stream of recognized data, see `stream`."""
     whole = isinstance(batch_size, str) and batch_size == GLOBAL
     rows = None if isinstance(batch_size, str) and whole else batch_size
     if rows is not None:
@@ -89,89 +110,77 @@ def stream(
     steps = None if steps is None else require_whole("steps", steps)
     require_choice("shuffle", shuffle, True, False, "batch")
     share = None if local_shards is None or len(local_shards) == cores else Share(tuple(local_shards), cores)
-    plan = BatchPlan(rows or DEFAULT_BATCH_SIZE, cores, shuffle, seed, name, share)
-    source: Source
-    if whole and (is_arrays(x, y) or is_map_style(x)):
+    plan = BatchPlan(rows or DEFAULT_BATCH_SIZE, cores, shuffle, seed, data.name, share)
+    return Stream(_make_source(data, plan, rows, whole), steps, restart, data.name, cores, whole)
+
+
+def _make_source(data: UserData, plan: BatchPlan, batch_size: int | None, whole: bool) -> Source:
+    """Make the source of the data's batches. Data that make batches make `whole` batches, or one per core."""
+    x: Any = data.x
+    name = data.name
+    if whole and data.has_rows:
         raise ArgumentError(
-            f"batch_size={GLOBAL!r} goes with a DataLoader or an iterable of batches, and {name} is "
-            f"{kind_of(x)}: give the number of rows per core"
+            f"batch_size={GLOBAL!r} goes with a DataLoader or an iterable of batches, and {name} has rows: give the "
+            "number of rows per core"
         )
-    if isinstance(x, TensorDataset) and y is None:  # collating its rows one by one would give the same, slower
-        source = Arrays(tree_map(host_array, x.tensors), plan)
-    elif is_arrays(x, y):
-        if y is None and sample_weight is None:
-            nest: tuple[Any, ...] = (x,)
-        else:
-            nest = (x, y) if sample_weight is None else (x, y, sample_weight)
-        in_memory = not any(isinstance(leaf, np.memmap) for leaf in tree_leaves(nest))
-        source = Arrays(host_arrays(nest, name), plan, in_memory)
-    elif is_keras_dataset(x):
-        raise DataError(
-            f"{name} is a {type(x).__name__} of Keras, whose items are batches: pass a generator of them, or a Dataset "
-            "or a DataLoader of its rows"
-        )
-    elif is_sparse_matrix(x):
-        raise DataError(f"{name} is a sparse matrix ({type(x).__name__}): pass {name}.toarray()")
-    elif y is not None or sample_weight is not None:
+    if data.form is Form.ARRAYS:
+        return Arrays(data.arrays, plan, data.in_memory)
+    if data.form is Form.CACHED:
+        some = x.indices if isinstance(data.x, Subset) else None
+        return Cached(x if some is None else x.dataset, plan, some)
+    if data.form is Form.SAMPLES:
+        return Samples(x, plan)
+    joined = 1 if whole else plan.cores
+    if data.form is Form.ROW_ITERABLE and not whole:
+        return make_loader_source(DataLoader(x, batch_size=plan.batch_size), joined, name, plan.share)
+    if batch_size is not None and data.form is Form.LOADER:
         raise ArgumentError(
-            f"y and sample_weight go with arrays; {name} is a {type(x).__name__}, which must yield them itself, "
-            "as (x, y) or (x, y, sample_weight)"
+            f"batch_size={batch_size} given, but {name} is a DataLoader, whose own batch_size "
+            f"({x.batch_size}) is the size of a batch per core. Leave batch_size out, or pass batch_size={GLOBAL!r} "
+            "if its batches are for all cores together"
         )
-    elif isinstance(x, (CachedDataset, RowsOfTokens)):
-        source = Cached(x, plan)
-    elif isinstance(x, Subset) and isinstance(x.dataset, (CachedDataset, RowsOfTokens)):
-        source = Cached(x.dataset, plan, x.indices)
-    elif is_map_style(x):
-        source = Samples(x, plan)
-    else:
-        source = _of_batches(x, rows, plan, whole)
-    return Stream(source, steps, restart, name, cores, whole)
+    if data.form is Form.LOADER:
+        return make_loader_source(x, joined, name, plan.share)
+    if batch_size is not None and not isinstance(x, PerHost):
+        warn(f"batch_size={batch_size} has no effect: {name} is an iterable, which makes its own batches")
+    return Iteration(x, joined, name, plan.share)
 
 
 def train_validation_split(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any, Any, Any]:
-    """Keep the last rows back for validation, before any shuffling.
+    """Split off the last rows for validation, before any shuffling.
 
     Args:
         x: Arrays, or a map-style dataset.
         y: Targets, with arrays.
-        sample_weight: One weight a row, with arrays.
-        share: The share of the rows to keep back, between 0 and 1.
+        sample_weight: One weight per row, with arrays.
+        share: The share of the rows to split off, between 0 and 1.
 
     Returns:
         `(x, y, sample_weight, validation_data)`.
 
     Raises:
-        ArgumentError: The share is out of range, or the data have no rows to count.
+        ArgumentError: The share is out of range, or the data's rows can't be counted.
 
     Source: `validation_split` of `keras.Model.fit`.
     """
     if not 0 < share < 1:
         raise ArgumentError(f"validation_split must be between 0 and 1, got {share!r}")
-    if y is None and is_map_style(x):
-        rows = len(x)
-        first = _rows_to_train_on(rows, share)
-        return Subset(x, range(first)), None, None, Subset(x, range(first, rows))
-    if not is_arrays(x, y):
-        raise ArgumentError(
-            f"validation_split needs arrays or a map-style dataset, got {type(x).__name__}; use validation_data"
-        )
-    nest = host_arrays((x, y, sample_weight), "x")
-    first = _rows_to_train_on(count_rows(tree_leaves(nest)), share)
-    train = tree_map(lambda leaf: None if leaf is None else leaf[:first], nest)
-    held = tree_map(lambda leaf: None if leaf is None else leaf[first:], nest)
-    return *train, held if held[2] is not None else held[:2]
+    train, rest = recognize(x, y, sample_weight).split(share)
+    weight = () if rest.sample_weight is None else (rest.sample_weight,)
+    held_out = rest.x if isinstance(rest.x, Dataset) else (rest.x, rest.y, *weight)
+    return train.x, train.y, train.sample_weight, held_out
 
 
 class Stream:
-    """Gives global batches, epoch by epoch.
+    """Yields global batches, epoch by epoch.
 
     Attributes:
-        steps: The number of batches in an epoch, or None if only reading them all can tell.
+        steps: The number of batches in an epoch, or None if unknown before reading all.
         batch_size: Rows per core, or None if the data make their own batches.
-        is_global: True if each batch of the data is for all cores together.
-        device_transform: The data's own function of a batch, to be run on the device; or None.
-        pace: Decides if the data are read without a thread.
-        keeps_draws: True to keep the host's random numbers in positions, if reading the data may draw some.
+        is_global: True if each of the data's batches is for all cores together.
+        device_transform: The data's function of a batch, which runs on the device; or None.
+        pace: Decides whether the data are read without a thread.
+        keeps_draws: True to record the host's random state in positions, if reading the data may draw.
     """
 
     def __init__(
@@ -185,31 +194,32 @@ class Stream:
         self._limit = steps
         self._name = name
         self._cores = cores
-        self._goes_on = steps is not None and not restart
-        self.pace = Pace(source.in_memory, source.any_thread and not self._goes_on)
+        self._continues = steps is not None and not restart
+        self.pace = Pace(source.in_memory, source.any_thread and not self._continues)
         self.keeps_draws = False
+        self._pads: tuple[int, int] | None = None  # the rows to pad a short batch to, and the ignored label
         self._nan = NaNWatch(name)
         self._log = PositionLog(source)
-        self._rest: Iterator[Any] | None = None  # of the pass that an epoch of `steps` left unfinished
+        self._rest: Iterator[Any] | None = None  # of the pass that an epoch of `steps` left incomplete
 
     @property
     def generators(self) -> Sequence[Generator]:
-        """The user's own random generators that the data draw from."""
+        """The user's random generators that the data draw from."""
         return self._source.generators
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """What a report says of the data, by name."""
+        """Facts about the data for a report, by name."""
         return self._source.facts
 
     @property
     def per_host(self) -> bool:
-        """True if each host has batches of its own, whose number may differ."""
+        """True if batches, and their number, may differ by host."""
         return self._source.per_host
 
     @property
     def foreseen(self) -> bool:
-        """True if the shapes of all batches are known: `sizes`, and no code of the user's makes the rows."""
+        """True if all batch shapes are known in advance: `sizes` is known, and no user code makes the rows."""
         return self.sizes() is not None and not self.per_host and not self._source.runs_users_code
 
     @property
@@ -218,60 +228,81 @@ class Stream:
         return self.pace.passed
 
     def epoch(self, index: int) -> Iterator[Any]:
-        """Give the batches of one epoch, as host tensors; after `load_state_dict` those that are left of it.
+        """Yield the batches of one epoch as host tensors; after `load_state_dict` the remaining batches.
 
         Args:
             index: The epoch's number, from 0. With the seed it determines the order.
 
         Raises:
-            DataError: The data gave nothing at all, or ended for good before the epoch did.
+            DataError: The data yielded no batches, or ended before the epoch did and can't be read again.
         """
-        begin = self._log.begin_epoch(replace(self._log.last, batches=0) if self._goes_on else Position(0, index))
-        batches = self._next_batches(begin) if self._goes_on else self._one_pass(begin)
-        if not self._nan.over and self._source.in_memory:
-            self._nan.look_at(self._source.rows())
-        return batches if self._nan.over else self._nan.through(batches)
+        begin = self._log.begin_epoch(replace(self._log.last, batches=0) if self._continues else Position(0, index))
+        batches = self._next_batches(begin) if self._continues else self._one_pass(begin)
+        if not self._nan.finished and self._source.in_memory:
+            self._nan.check_arrays(self._source.rows())
+        batches = batches if self._nan.finished else self._nan.check_batches(batches)
+        return batches if self._pads is None else (pad_batch(batch, *self._pads) for batch in batches)
 
-    def keep(self) -> None:
-        """Note from now on what the user's objects that read the data keep: counts, random generators and the like."""
+    def track_objects(self) -> None:
+        """Record from now on the state of the user's objects that read the data: counters, random generators, ..."""
         if self._log.kept is None and self._source.runs_users_code:
             self._log.kept = Kept(self._source.objects())
-            self._source.keep()
+            self._source.track_workers()
 
-    def lost(self) -> list[str]:
-        """The names of what those objects have changed, and no position can hold."""
-        return [] if self._log.kept is None else self._log.kept.lost()
+    def list_lost_values(self) -> list[str]:
+        """Return the names of values that these objects have changed and positions can't save."""
+        return [] if self._log.kept is None else self._log.kept.list_unsaved()
 
-    def first(self) -> Any:
-        """Read the first batch aside from any epoch, which changes nothing; None if only an epoch can give it."""
+    def read_first(self) -> Any:
+        """Read the first batch without side effects; None if only an epoch can read it."""
         before = RNGState.now(self._source.generators)
         try:
-            return as_tensors(self._source.first())
+            return as_tensors(self._source.read_first())
         finally:
             before.restore(self._source.generators)
 
     def sizes(self) -> tuple[int, int] | None:
-        """Return the rows of a whole global batch, and of an epoch's shorter last one or 0.
+        """Return the rows of a full global batch, and of an epoch's shorter last batch or 0.
 
         Returns:
-            Both numbers, or None if only reading all batches can tell.
+            Both numbers, or None if unknown before reading all batches.
         """
         sizes = self._source.sizes()
         steps = self._source.steps()
-        if sizes is None or self._limit is None or steps is None or (self._goes_on and self._limit % steps):
+        if self._pads is not None:
+            return self._pads[0], 0
+        if sizes is None or self._limit is None or steps is None or (self._continues and self._limit % steps):
             return sizes
         return sizes if self._limit >= steps else (sizes[0], 0)
+
+    def pad(self, label: int) -> None:
+        """Pad a short last batch with rows of an ignored label, see `pad_batch`. `sizes` must be known."""
+        whole, _ = self.sizes() or (0, 0)
+        self._pads = whole, label
+
+    def drop_short(self) -> None:
+        """Drop the short last batch of each epoch. `sizes` must be known.
+
+        Raises:
+            ArgumentError: With `steps_per_epoch` the short batch may be inside an epoch.
+        """
+        if self._continues or self.steps is None:
+            raise ArgumentError(
+                "last_batch='drop' drops the last batch of an epoch, and with steps_per_epoch the short batch may be "
+                "inside: pass steps_per_epoch or last_batch"
+            )
+        self.limit(self.steps - 1)
 
     def limit(self, limit: int | float, name: str = "limit") -> None:
         """Read only the first batches of each epoch.
 
         Args:
-            limit: Their number, or as a float their share.
+            limit: The number of batches, or as a float their share.
             name: The name of the argument, for errors (default `"limit"`).
 
         Raises:
-            ArgumentError: The limit is neither a number of at least 1 nor a share between 0 and 1, or it is a share of
-                an unknown number.
+            ArgumentError: The limit is neither a number of at least 1 nor a share between 0 and 1, or a share of an
+                unknown number.
         """
         if isinstance(limit, float) and 0 < limit <= 1:
             if self.steps is None:
@@ -280,59 +311,59 @@ class Stream:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise ArgumentError(f"{name} must be a number of batches from 1, or a share such as 0.1, got {limit!r}")
         self._limit = limit if self.steps is None else min(limit, self.steps)
-        self.steps = self.steps and self._limit  # of data that may have fewer, nobody knows
+        self.steps = self.steps and self._limit  # None if the data may have fewer
 
     def state_dict(self, batches: int | None) -> dict[str, Any]:
-        """The position after some batches of this epoch, which may be fewer than have been read ahead.
+        """Return the position after some batches of this epoch; more may have been read ahead.
 
         Args:
-            batches: The number of batches that have been used, of those that `epoch` gave, with those before a
-                resumption. None: the epoch is over, and the position is where the next one begins.
+            batches: The number of the epoch's batches that have been used, including those before a resumption. None:
+                the epoch is over, and the position is the next epoch's start.
 
         Returns:
-            Numbers and lists of them, and the data's own account of their position if they keep one.
+            Numbers, lists of numbers, and the data's own `state_dict`, if they have one.
 
         Raises:
-            ArgumentError: So many have not been read.
+            ArgumentError: Fewer batches have been read.
         """
-        position = None if batches is None else self._log.after(batches)
+        position = None if batches is None else self._log.position_after(batches)
         if batches is None:
             own = self._source.state_dict()
-            if not self._goes_on:
+            if not self._continues:
                 generators = [generator.get_state().numpy().tobytes().hex() for generator in self.generators]
-                return {"own": own, "generators": generators, "kept": self._log.now_kept()}
+                return {"own": own, "generators": generators, "kept": self._log.current_state()}
             position = replace(self._log.last, batches=0, own=own)
         if position is None:
-            raise ArgumentError(f"{self._name} was not read as far as batch {batches} in this epoch")
+            raise ArgumentError(f"{self._name} was not read up to batch {batches} in this epoch")
         return position.state_dict() | {"form": self._form(), "cores": self._cores}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
         """Begin the next epoch at a position.
 
-        Rows of arrays and data sets are found in constant time; a loader's sampler is asked for the numbers that it
-        would have given; batches of an iterable are read and dropped, unless it has `load_state_dict` itself.
+        Arrays and data sets seek to the row in constant time; a loader's sampler repeats its indices; an iterable's
+        batches are read and dropped, unless it has `load_state_dict`.
 
         Args:
-            state: The state that `state_dict` gave, of a stream over the same data with the same seed. The number of
-                cores may be another.
+            state: The state that `state_dict` returned, of a stream over the same data with the same seed. The number
+                of cores may differ.
 
         Returns:
-            The number of batches of the epoch that come before, on these cores.
+            The number of the epoch's batches before the position, on these cores.
 
         Raises:
-            DataError: It is a position in other data.
+            DataError: The position is in other data.
         """
         position = Position.of(state)
         if position.offset:
             self._check_form(state.get("form") or {})
         elif position.begun is not None and len(position.begun.own) != len(self.generators):
-            position = replace(position, begun=replace(position.begun, own=()))  # of other data
-        if state.get("cores", self._cores) != self._cores and not self._goes_on:
+            position = replace(position, begun=replace(position.begun, own=()))  # recorded with other data
+        if state.get("cores", self._cores) != self._cores and not self._continues:
             position = replace(position, batches=self._source.batches_before(position.offset))
         if "number" in state:
             self._log.resumed = position
         else:  # between two passes
-            self._log.set_kept(position.kept)
+            self._log.restore_objects(position.kept)
             for generator, given in zip(self.generators, state.get("generators", []), strict=False):
                 generator.set_state(torch.frombuffer(bytearray.fromhex(given), dtype=torch.uint8))
         self._rest = None
@@ -350,26 +381,26 @@ class Stream:
         ]
         if others:
             raise DataError(
-                f"{self._name} can't be gone on with in the middle of an epoch, because it isn't what it was: "
+                f"{self._name} can't be resumed in the middle of an epoch, because the data have changed: "
                 f"{', '.join(others)}"
             )
 
     def _one_pass(self, begin: Position) -> Iterator[Any]:
-        left = None if self._limit is None else self._limit - begin.batches
-        if left == 0:  # resumed after the last batch: nothing is read that would skip to there
-            self._log.go_to(begin)
+        remaining = None if self._limit is None else self._limit - begin.batches
+        if remaining == 0:  # resumed after the last batch: nothing is read
+            self._log.restore(begin)
             return
-        yield from islice(self._log.read(begin, self.keeps_draws), left)
+        yield from islice(self._log.read(begin, self.keeps_draws), remaining)
         if self._log.last.batches == 0 and not begin.offset:
             again = " this time: an iterator can be read only once" if self._log.passes else ""
-            raise DataError(f"{self._name} gave no batches{again}")
+            raise DataError(f"{self._name} yielded no batches{again}")
         self._warn_if_short()
         self._log.passes += 1
 
     def _next_batches(self, position: Position) -> Iterator[Any]:
-        """Take up the data where the last epoch left off. The epoch ends with them, as with Keras's `steps_per_epoch`.
+        """Continue the data where the last epoch ended. Their end ends the epoch, as with Keras's `steps_per_epoch`.
 
-        Only an epoch that would have no batch at all begins another pass.
+        Only an epoch without any batch begins another pass.
         """
         assert self._limit is not None
         before = position.batches
@@ -382,53 +413,16 @@ class Stream:
             self._rest = None
             if begins:
                 raise DataError(
-                    f"{self._name} gave no batches for this epoch, and can't be read again. Pass fewer epochs or "
+                    f"{self._name} yielded no batches for this epoch, and can't be read again. Pass fewer epochs or "
                     "steps, or data that can be iterated again"
                 )
         self._warn_if_short()
 
     def _warn_if_short(self) -> None:
-        """Warn if the data ended before the epoch had the steps that were asked for."""
+        """Warn if the data ended before the epoch had all requested steps."""
         taken = self._log.last.batches
         if self._limit is not None and self.steps == self._limit > taken:
             warn(
-                f"{self._name} ran out of data after {taken} of {self._limit} steps, with which this epoch ends. Ask "
-                "for fewer steps, or pass data with more batches"
+                f"{self._name} ran out of data after {taken} of {self._limit} steps, so this epoch ends early. "
+                "Request fewer steps, or pass data with more batches"
             )
-
-
-def _of_batches(data: Any, batch_size: int | str | None, plan: BatchPlan, whole: bool) -> Source:
-    """The source of data that bring their own batches: `whole` ones, or one for each core."""
-    joined = 1 if whole else plan.cores
-    name = plan.name
-    share = plan.share
-    if isinstance(data, PerHost):
-        return Iteration(data, joined, name, share)
-    if isinstance(data, DataLoader) and batch_size is not None:
-        raise ArgumentError(
-            f"batch_size={batch_size} given, but {name} is a DataLoader, whose own batch_size "
-            f"({data.batch_size}) is the size of a batch per core. Leave batch_size out, or pass batch_size={GLOBAL!r} "
-            "if its batches are for all cores together"
-        )
-    if isinstance(data, IterableDataset) and not whole:  # by PyTorch's convention it yields rows
-        data = DataLoader(data, batch_size=plan.batch_size)
-    if isinstance(data, DataLoader):
-        return of_loader(data, joined, name, share)
-    if isinstance(data, Iterable) and not isinstance(data, (str, bytes, dict)):
-        if batch_size is not None:
-            warn(
-                f"batch_size={batch_size} has no effect: {name} is an iterable, which makes its own batches",
-            )
-        return Iteration(data, joined, name, share)
-    raise DataError(
-        f"{name} must be arrays, tensors, a Dataset, a DataLoader or an iterable of batches, got {kind_of(data)}"
-    )
-
-
-def _rows_to_train_on(rows: int, share: float) -> int:
-    first = int(rows * (1 - share))
-    if not 0 < first < rows:
-        raise DataError(
-            f"validation_split={share} of {counted(rows, 'row')} leaves none to train on, or none to validate on"
-        )
-    return first

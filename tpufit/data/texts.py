@@ -1,4 +1,4 @@
-"""Texts as rows of tokens: `PackedDataset` for short ones, `TokenFile` for one stream of any length."""
+"""Texts as rows of tokens: `PackedDataset` for short texts, `TokenFile` for a token stream of any length."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
-from ..errors import ArgumentError, DataError, counted, few, require_whole
+from ..errors import ArgumentError, DataError, join_few, require_whole, say_count
 
-# What is read of a file of tokens beforehand: so many pieces of so many tokens, evenly from all of it.
+# The parts of a token file that are checked in advance: the number of pieces, spread evenly, and the tokens of each.
 _PIECES = 16
 _PIECE = 1 << 20
-IGNORED = -100  # the label that PyTorch's cross entropy and Hugging Face's models leave out
+IGNORED = -100  # the label that PyTorch's cross entropy and Hugging Face's models ignore
 
 
 class RowsOfTokens(Dataset[Any]):
-    """A map-style dataset that reads a batch of rows at once."""
+    """A map-style dataset of rows of tokens, which reads whole batches."""
 
-    device_transform: Any = None  # from a batch to the model's input, run on the device
-    facts: Mapping[str, str] = {}  # what a report says of the data, by name
-    vocab_size: int | None = None  # the number of tokens that the net knows, if it was given
-    longest: int  # the tokens of the longest text, or part of one, that has positions of its own
+    device_transform: Any = None  # turns a batch into the model's input, on the device
+    facts: Mapping[str, str] = {}  # facts about the data for a report, by name
+    vocab_size: int | None = None  # the number of tokens that the net knows, if given
+    longest: int  # the most tokens of a text, or part of a text, with consecutive positions
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def get_batch(self, indices: NDArray[np.int64], epoch: int = 0) -> Any:
-        """The rows of a batch, collated, by their numbers; each epoch has the same rows."""
+        """Return a batch of the rows with these indices; each epoch has the same rows."""
         raise NotImplementedError
 
     def require_known(self, known: int | None, net: str) -> None:
         """Check that a net, which an error names, knows all tokens.
 
         Args:
-            known: The number of tokens that it knows; None if nobody can tell.
-            net: Its name.
+            known: The number of tokens that the net knows; None if unknown.
+            net: The net's name, for the error.
 
         Raises:
-            DataError: A token is larger. Data that aren't read beforehand may raise it as they are read.
+            DataError: A token is too large. Data that aren't read in advance may raise the error when they are read.
         """
         raise NotImplementedError
 
@@ -56,39 +56,38 @@ class RowsOfTokens(Dataset[Any]):
 
 
 class PackedDataset(RowsOfTokens):
-    """Short texts packed into rows of one length, so that hardly a token is padding, and one graph serves for all.
+    """Short texts packed into rows of one length, so that there is little padding, and one graph runs all batches.
 
-    A text is never parted, unless it is longer than a row. Which texts share a row depends on their lengths alone, so
-    it is the same on every host and in a resumed training; `fit` shuffles the rows.
+    A text is never split, unless it is longer than a row. Which texts share a row depends only on their lengths, so it
+    is the same on every host and in a resumed training; `fit` shuffles the rows.
 
-    A batch is a dict as Hugging Face's causal language models take it: `"input_ids"`, `"labels"`, `"position_ids"`,
-    which begin at 0 with each text, and an `"attention_mask"` of shape (rows, 1, length, length), made on the device,
-    by which a token looks at those before it in its own text only. The first token of a text, and padding, have the
-    label -100, which a loss leaves out: each token that can be predicted counts once.
+    A batch is a dict for Hugging Face's causal language models: `"input_ids"`, `"labels"`, `"position_ids"`, which
+    restart at 0 in each text, and an `"attention_mask"` of shape (rows, 1, length, length), made on the device, by
+    which a token attends only to earlier tokens of the same text. The first token of a text, and padding, have the
+    label -100, which losses ignore: each token that can be predicted counts once.
 
     Args:
-        texts: The texts: sequences of token numbers; or dicts of `"input_ids"` and, if some tokens aren't to be learnt,
-            `"labels"` of the same length, such as a tokenized data set has them. A list, or a map-style data set, of
-            which every text is read once for its length.
-        length: The tokens of a row.
-        pad: The token of the padding (default 0).
-        too_long: What becomes of a text longer than a row: `"split"` (default) makes several of it, `"truncate"` drops
-            its end.
-        shift: True to give pairs `(x, y)` for a net that doesn't shift labels itself: `y` has the next token of each
+        texts: Sequences of token numbers; or dicts of `"input_ids"` and, if some tokens shouldn't be learnt, `"labels"`
+            of the same length, as in a tokenized data set. A list, or a map-style data set, in which every text is read
+            once for its length.
+        length: The number of tokens in a row.
+        pad: The padding token (default 0).
+        too_long: What to do with a text longer than a row: `"split"` it into several (default), or `"truncate"` it.
+        shift: True returns pairs `(x, y)` for a net that doesn't shift labels itself: `y` has each token's next token
             (default False).
-        mask: False to give `"segment_ids"`, from 1, in place of the `"attention_mask"`, and 0 for padding, for a net
-            that makes its own (default True).
-        vocab_size: The number of tokens that the net knows: a larger one in a text is an error (default: `fit` checks
-            it by the net's embeddings).
+        mask: False returns `"segment_ids"`, from 1 and 0 for padding, instead of the `"attention_mask"`, for a net that
+            makes its own mask (default True).
+        vocab_size: The number of tokens that the net knows: larger tokens in a text are an error (default: `fit` checks
+            the tokens against the net's embeddings).
 
     Attributes:
-        largest_token: The largest number of a token in the texts.
-        padding: The share of the tokens that are padding, from 0 to 1.
-        padding_before: The share that would be if each text had a row of its own.
+        largest_token: The largest token in the texts.
+        padding: The share of tokens that are padding, from 0 to 1.
+        padding_before: The share of padding if each text had its own row.
 
     Raises:
-        ArgumentError: An argument is out of its range.
-        DataError: There are no texts, or one isn't made of tokens of the vocabulary.
+        ArgumentError: An argument is out of range.
+        DataError: There are no texts, or a text isn't made of the vocabulary's tokens.
 
     Example:
         >>> data = PackedDataset([[5, 6, 7], [8, 9], [3, 4, 2, 1]], length=5)
@@ -116,7 +115,7 @@ class PackedDataset(RowsOfTokens):
         if not hasattr(texts, "__len__") or not hasattr(texts, "__getitem__"):
             raise DataError(
                 f"PackedDataset needs all texts, as a list or a data set with len() and [], got {type(texts).__name__}"
-                ": list(texts) makes a list of what can be read only once"
+                ": list(texts) turns an iterable into a list"
             )
         if too_long not in ("split", "truncate"):
             raise ArgumentError(f"too_long must be 'split' or 'truncate', got {too_long!r}")
@@ -128,11 +127,11 @@ class PackedDataset(RowsOfTokens):
         self.shift = shift
         self.mask = mask
         self.vocab_size = vocab_size
-        # Of the texts only their lengths are kept: each is read again with its row, so they may be larger than memory.
+        # Only the texts' lengths are kept: each text is read again with its row, so the texts may exceed memory.
         sizes = []
         self.largest_token = 0
         for i in range(len(texts)):
-            size, largest = _size(texts[i], i, vocab_size)
+            size, largest = _measure_text(texts[i], i, vocab_size)
             sizes.append(size)
             self.largest_token = max(self.largest_token, largest)
         pieces = [
@@ -141,11 +140,11 @@ class PackedDataset(RowsOfTokens):
             for first in range(0, size if too_long == "split" else min(size, 1), length)
         ]
         if not pieces:
-            raise DataError("PackedDataset needs texts, got none that has a token")
+            raise DataError("PackedDataset needs texts, got none with a token")
         self.longest = max(size for _, _, size in pieces)
         if self.longest < 2:
             raise DataError(
-                "PackedDataset needs texts of two tokens or more, got none: there is no next token to learn"
+                "PackedDataset needs texts of at least two tokens, got none: there is no next token to learn"
             )
         self._pieces = np.array(pieces, dtype=np.int64)
         rows = pack(self._pieces[:, 2], length)
@@ -154,30 +153,31 @@ class PackedDataset(RowsOfTokens):
         used = int(self._pieces[:, 2].sum())
         self.padding = 1 - used / (len(rows) * length)
         self.padding_before = 1 - used / (len(pieces) * length)
-        self.device_transform = _with_mask if mask else None
-        said = f"{self.padding:.0%}, {self.padding_before:.0%} without packing"
-        self.facts = {"padding": said}
-        self._said = f"{counted(len(texts), 'text')} in {counted(len(rows), 'row')} of {length} tokens: padding {said}"
+        self.device_transform = _add_mask if mask else None
+        padding_text = f"{self.padding:.0%}, {self.padding_before:.0%} without packing"
+        self.facts = {"padding": padding_text}
+        packed = f"{say_count(len(texts), 'text')} in {say_count(len(rows), 'row')} of {length} tokens"
+        self._summary = f"{packed}: padding {padding_text}"
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def __repr__(self) -> str:
-        return f"PackedDataset({self._said})"
+        return f"PackedDataset({self._summary})"
 
     def require_known(self, known: int | None, net: str) -> None:
-        """Check that a net, which an error names, knows all tokens."""
+        """Check that a net knows all tokens."""
         if known is not None and self.largest_token >= known:
-            raise DataError(_unknown("the texts have", self.largest_token, net, known))
+            raise DataError(_explain_unknown("the texts have", self.largest_token, net, known))
         if known is not None and self.pad >= known:
-            raise DataError(f"pad={self.pad} is no token of {net}, which knows {known} tokens: give one that it knows")
+            raise DataError(f"pad={self.pad} isn't a token of {net}, which knows {known} tokens: pass a smaller token")
 
     def get_batch(self, indices: NDArray[np.int64], epoch: int = 0) -> Any:
-        """The rows of a batch, collated, before `device_transform`.
+        """Return a batch of rows, before `device_transform`.
 
         Args:
-            indices: The numbers of the rows, from 0, shape `(batch,)`.
-            epoch: Without effect: each epoch has the same rows.
+            indices: The rows' indices, from 0, shape `(batch,)`.
+            epoch: Unused: each epoch has the same rows.
         """
         shape = (len(indices), self.length)
         tokens = np.full(shape, self.pad, dtype=np.int64)
@@ -186,16 +186,16 @@ class PackedDataset(RowsOfTokens):
         segments = np.zeros(shape, dtype=np.int64)
         for row, index in enumerate(indices):
             at = 0
-            own = self._order[self._ends[index - 1] if index else 0 : self._ends[index]]
-            for number, piece in enumerate(own, 1):
+            pieces = self._order[self._ends[index - 1] if index else 0 : self._ends[index]]
+            for number, piece in enumerate(pieces, 1):
                 text, first, size = self._pieces[piece]
-                ids, wanted = _of_text(self.texts[int(text)])
+                ids, wanted = _read_text(self.texts[int(text)])
                 part = slice(at, at + size)
                 tokens[row, part] = ids[first : first + size]
                 positions[row, part] = np.arange(size)
                 segments[row, part] = number
                 learnt = wanted[first + 1 : first + size]
-                # Shifted, a label is at the place of the token before it.
+                # With `shift`, a label is at the position of the token before.
                 labels[row, at : at + size - 1] = learnt
                 if not self.shift:
                     labels[row, at] = IGNORED
@@ -204,25 +204,25 @@ class PackedDataset(RowsOfTokens):
             positions[row, at:] = np.arange(self.length - at)
         x = {"input_ids": tokens, "position_ids": positions, "segment_ids": segments}
         y = torch.from_numpy(labels)
-        found = {name: torch.from_numpy(column) for name, column in x.items()}
-        return (found, y) if self.shift else found | {"labels": y}
+        inputs = {name: torch.from_numpy(column) for name, column in x.items()}
+        return (inputs, y) if self.shift else inputs | {"labels": y}
 
 
 class TokenFile(RowsOfTokens):
-    """Rows of tokens from one file of any length, for pre-training: it is mapped, and only what is used is read.
+    """Rows of tokens from a file of any length, for pre-training. The file is mapped, and only used parts are read.
 
     Args:
-        path: A file of nothing but token numbers, as nanoGPT and Megatron make them, or a `.npy` file of one dimension.
-        length: The tokens of a row.
-        dtype: The type of the numbers, unless it is a `.npy` file (default `"uint16"`).
-        shift: True to give pairs `(x, y)`, `y` with the next token of each, for a net that doesn't shift labels itself;
-            False (default) for dicts of `"input_ids"` and `"labels"`, as Hugging Face's models take them.
-        vocab_size: The number of tokens that the net knows: reading a larger one is an error (default: `fit` takes it
-            from the net's embeddings, looks for larger ones in parts of the file, and then in each batch).
+        path: A raw file of token numbers, such as nanoGPT's and Megatron's, or a 1-D `.npy` file.
+        length: The number of tokens in a row.
+        dtype: The numbers' dtype, for a raw file (default `"uint16"`).
+        shift: True returns pairs `(x, y)`, in which `y` has each token's next token, for a net that doesn't shift
+            labels itself; False (default) returns dicts of `"input_ids"` and `"labels"` for Hugging Face's models.
+        vocab_size: The number of tokens that the net knows: reading a larger token is an error (default: `fit` takes
+            the number from the net's embeddings, and checks parts of the file, then each batch).
 
     Raises:
-        ArgumentError: An argument is out of its range.
-        DataError: The file is too short, or isn't made of such numbers; or, as it is read, a token is too large.
+        ArgumentError: An argument is out of range.
+        DataError: The file is too short, or has other numbers; or, when it is read, a token is too large.
 
     Example:
         >>> import tempfile
@@ -250,14 +250,14 @@ class TokenFile(RowsOfTokens):
         self.dtype = np.dtype(dtype)
         self.shift = shift
         self.vocab_size = vocab_size
-        self._net: tuple[int, str] | None = None  # how many tokens the net knows, and its name
+        self._net: tuple[int, str] | None = None  # the number of tokens that the net knows, and its name
         self._tokens = self._open()
         if self._tokens.ndim != 1 or self._tokens.dtype.kind not in "iu":
             raise DataError(
                 f"{path} must hold whole numbers in one dimension, got {self._tokens.dtype} {self._tokens.shape}"
             )
         if len(self) < 1:
-            raise DataError(f"{path} has {counted(len(self._tokens), 'token')}, too few for a row of {length}")
+            raise DataError(f"{path} has {say_count(len(self._tokens), 'token')}, too few for a row of {length}")
 
     def __len__(self) -> int:
         return (len(self._tokens) - self.shift) // self.length
@@ -270,10 +270,10 @@ class TokenFile(RowsOfTokens):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._tokens = self._open()  # in a worker: a map can't be sent
+        self._tokens = self._open()  # in a worker, because a mapping can't be pickled
 
     def require_known(self, known: int | None, net: str) -> None:
-        """Check that a net, which an error names, knows the tokens: parts of the file now, and all as they are read."""
+        """Check that a net knows the tokens: parts of the file now, and all tokens when they are read."""
         self._net = None
         if known is None or np.iinfo(self._tokens.dtype).max < known:
             return
@@ -282,31 +282,31 @@ class TokenFile(RowsOfTokens):
             self._check(self._tokens[first : first + _PIECE])
 
     def get_batch(self, indices: NDArray[np.int64], epoch: int = 0) -> Any:
-        """The rows of a batch, collated.
+        """Return a batch of rows.
 
         Args:
-            indices: The numbers of the rows, from 0, shape `(batch,)`.
-            epoch: Without effect: each epoch has the same rows.
+            indices: The rows' indices, from 0, shape `(batch,)`.
+            epoch: Unused: each epoch has the same rows.
         """
         places = np.asarray(indices)[:, None] * self.length + np.arange(self.length + self.shift)
         tokens = self._tokens[places]
         self._check(tokens)
-        found = torch.from_numpy(tokens.astype(np.int64))
-        return (found[:, :-1], found[:, 1:]) if self.shift else {"input_ids": found, "labels": found.clone()}
+        rows = torch.from_numpy(tokens.astype(np.int64))
+        return (rows[:, :-1], rows[:, 1:]) if self.shift else {"input_ids": rows, "labels": rows.clone()}
 
     def _check(self, tokens: NDArray[Any]) -> None:
-        """Raise an error if one of these tokens is too large, or negative, as those of another dtype may be."""
+        """Raise an error if a token is too large, or negative, as with a wrong dtype."""
         if tokens.dtype.kind == "i" and (smallest := int(tokens.min(initial=0))) < 0:
             raise DataError(
-                f"{self.path} has token {smallest}: tokens are whole numbers from 0, so see which dtype it is of"
+                f"{self.path} has token {smallest}: tokens are whole numbers from 0, so check the file's dtype"
             )
         if self.vocab_size is None and self._net is None:
             return
         largest = int(tokens.max(initial=0))
         if self.vocab_size is not None and largest >= self.vocab_size:
-            raise DataError(_too_large(largest, f"{self.path}", self.vocab_size))
+            raise DataError(_explain_too_large(largest, f"{self.path}", self.vocab_size))
         if self._net is not None and largest >= self._net[0]:
-            raise DataError(_unknown(f"{self.path} has", largest, self._net[1], self._net[0]))
+            raise DataError(_explain_unknown(f"{self.path} has", largest, self._net[1], self._net[0]))
 
     def _open(self) -> NDArray[Any]:
         if self.path.suffix == ".npy":
@@ -314,29 +314,29 @@ class TokenFile(RowsOfTokens):
             return mapped
         size = self.path.stat().st_size
         if size % self.dtype.itemsize:
-            raise DataError(f"{self.path} has {size} bytes, no whole number of {self.dtype}: give the dtype it is of")
+            raise DataError(f"{self.path} has {size} bytes, no multiple of {self.dtype}'s size: pass the file's dtype")
         return np.memmap(self.path, self.dtype, "r") if size else np.zeros(0, self.dtype)
 
 
 def pack(sizes: NDArray[np.int64], length: int) -> list[NDArray[np.int64]]:
-    """Put pieces into rows: the longest first, each into the fullest row that has room; give the pieces of each row.
+    """Pack pieces into rows, longest first, each into the fullest row with room; return the pieces of each row.
 
-    All sizes are from 1 to `length`, that of a row.
+    All sizes are from 1 to `length`, a row's length.
 
     Example:
         >>> [row.tolist() for row in pack(np.array([3, 2, 4]), 5)]
         [[2], [0, 1]]
     """
     rows: list[list[int]] = []
-    having: list[list[int]] = [[] for _ in range(length + 1)]  # the rows by the room that they have
-    rooms = 0  # a bit for each room that some row has
+    rows_by_room: list[list[int]] = [[] for _ in range(length + 1)]  # the rows by remaining room
+    rooms = 0  # a bit set for each remaining room of a row
     for piece in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[piece])
         fitting = rooms >> size
         if fitting:
             room = size + (fitting & -fitting).bit_length() - 1
-            row = having[room].pop()
-            if not having[room]:
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
                 rooms &= ~(1 << room)
             rows[row].append(piece)
         else:
@@ -344,53 +344,52 @@ def pack(sizes: NDArray[np.int64], length: int) -> list[NDArray[np.int64]]:
             row = len(rows)
             rows.append([piece])
         if room > size:
-            having[room - size].append(row)
+            rows_by_room[room - size].append(row)
             rooms |= 1 << (room - size)
     return [np.array(row, dtype=np.int64) for row in rows]
 
 
-def _with_mask(batch: Any) -> Any:
-    """Put the mask of attention in the place of the segments, on the device: what is masked has -inf."""
+def _add_mask(batch: Any) -> Any:
+    """Replace the segments by an attention mask, on the device; masked positions have -inf."""
     x = batch[0] if isinstance(batch, (tuple, list)) else batch
     segments: Tensor = x["segment_ids"]
     places = torch.arange(segments.shape[1], device=segments.device)
     sees = (segments[:, None, :, None] == segments[:, None, None, :]) & (places[:, None] >= places)
-    # A number, because attention of plain products adds it; the fused one takes either. Each token sees itself.
+    # Numbers rather than bools, because unfused attention adds the mask; fused attention accepts both. Each token
+    # attends to itself.
     mask = torch.zeros_like(sees, dtype=torch.float32).masked_fill(~sees, float("-inf"))
-    own = {name: column for name, column in x.items() if name != "segment_ids"} | {"attention_mask": mask}
-    return (own, *batch[1:]) if isinstance(batch, (tuple, list)) else own
+    inputs = {name: column for name, column in x.items() if name != "segment_ids"} | {"attention_mask": mask}
+    return (inputs, *batch[1:]) if isinstance(batch, (tuple, list)) else inputs
 
 
-def _of_text(text: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _read_text(text: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the tokens of a text, and their labels."""
     if isinstance(text, Mapping) and "input_ids" not in text:
-        raise DataError(f"a text must have 'input_ids', got {few([*map(repr, text)])}: tokenize the texts first")
+        raise DataError(f"a text must have 'input_ids', got {join_few([*map(repr, text)])}: tokenize the texts first")
     ids = text["input_ids"] if isinstance(text, Mapping) else text
     labels = text.get("labels", ids) if isinstance(text, Mapping) else ids
     return np.asarray(ids), np.asarray(labels)
 
 
-def _size(text: Any, index: int, vocab_size: int | None) -> tuple[int, int]:
-    """The number of a text's tokens, and the largest of them."""
-    ids, labels = _of_text(text)
+def _measure_text(text: Any, index: int, vocab_size: int | None) -> tuple[int, int]:
+    """Return the number of a text's tokens, and the largest token."""
+    ids, labels = _read_text(text)
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         raise DataError(f"text {index} must be token numbers in one dimension, got {ids.dtype} of shape {ids.shape}")
     if labels.shape != ids.shape:
-        raise DataError(f"text {index} has {counted(len(ids), 'token')} and {counted(len(labels), 'label')}")
+        raise DataError(f"text {index} has {say_count(len(ids), 'token')} and {say_count(len(labels), 'label')}")
     smallest = int(ids.min(initial=0))
     largest = int(ids.max(initial=0))
     if smallest < 0:
         raise DataError(f"text {index} has token {smallest}: tokens are whole numbers from 0")
     if vocab_size is not None and largest >= vocab_size:
-        raise DataError(_too_large(largest, f"text {index}", vocab_size))
+        raise DataError(_explain_too_large(largest, f"text {index}", vocab_size))
     return len(ids), largest
 
 
-def _too_large(token: int, where: str, vocab_size: int) -> str:
-    return (
-        f"{where} has token {token}, and vocab_size is {vocab_size}: the tokens are of another tokenizer than the net"
-    )
+def _explain_too_large(token: int, where: str, vocab_size: int) -> str:
+    return f"{where} has token {token}, and vocab_size is {vocab_size}: the tokenizer isn't the net's"
 
 
-def _unknown(has: str, token: int, net: str, known: int) -> str:
-    return f"{has} token {token}, and {net} knows {known} tokens: they are of another tokenizer than the net"
+def _explain_unknown(has: str, token: int, net: str, known: int) -> str:
+    return f"{has} token {token}, and {net} knows {known} tokens: the tokenizer isn't the net's"

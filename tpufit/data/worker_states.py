@@ -1,7 +1,8 @@
-"""What a loader's workers draw and count: told with each batch, and given back to workers that go on.
+"""The random and counter states of a loader's workers: sent with each batch, and restored on resumption.
 
-A worker has its own random generators and its own copy of the data set. Batch b is worker b % n's. So a pass is gone on
-with at a whole round of batches; those of the round that were done are read again, with what they drew, and dropped.
+Each of n workers has its own random generators and copy of the data set, and makes batch b if it is worker b % n. So a
+pass resumes at a whole round of n batches; batches of that round that were done are read again, with the same draws,
+and dropped.
 """
 
 import types
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from ..utils.kept import Kept
 from ..utils.random import RNGState
 
-# In a worker process: what its copies of the user's objects keep.
+# In a worker process: the state of its copies of the user's objects.
 _WORKER = types.SimpleNamespace(kept=None)
 
 
@@ -26,7 +27,7 @@ class WorkerBatch(NamedTuple):
 
 
 class _CollateWithState:
-    """A loader's `collate_fn`, which tells the worker's state too."""
+    """A loader's `collate_fn` that also returns the worker's state."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -39,16 +40,16 @@ class _CollateWithState:
 
 
 class _InitWithState:
-    """A loader's `worker_init_fn`, which gives a worker the state that it goes on from."""
+    """A loader's `worker_init_fn` that restores the worker's state."""
 
-    def __init__(self, own: Callable[[int], None] | None, collate: Callable[[Any], Any]) -> None:
-        self.own = own
+    def __init__(self, users_function: Callable[[int], None] | None, collate: Callable[[Any], Any]) -> None:
+        self.users_function = users_function
         self.collate = collate
         self.states: Mapping[str, Any] = {}
 
     def __call__(self, number: int) -> None:
-        if self.own is not None:
-            self.own(number)
+        if self.users_function is not None:
+            self.users_function(number)
         worker = get_worker_info()
         assert worker is not None
         _WORKER.kept = Kept({"dataset": worker.dataset, "collate_fn": self.collate})
@@ -59,14 +60,14 @@ class _InitWithState:
 
 
 class WorkerStates:
-    """The states of a loader's workers, as they come with its batches."""
+    """The states of a loader's workers, which arrive with its batches."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.count = loader.num_workers
-        self._stay = loader.persistent_workers
-        self.ahead = self.count * (loader.prefetch_factor or 2)  # batches that they are asked for ahead
+        self._persistent = loader.persistent_workers
+        self.ahead = self.count * (loader.prefetch_factor or 2)  # batches requested ahead
         self._begin = _InitWithState(loader.worker_init_fn, loader.collate_fn)
-        # The arguments of a loader whose workers tell their states.
+        # The arguments of a loader whose workers report their states.
         self.options: dict[str, Any] = {
             "collate_fn": _CollateWithState(loader.collate_fn),
             "worker_init_fn": self._begin,
@@ -75,30 +76,30 @@ class WorkerStates:
         self._round: dict[str, Any] = {}  # after the last whole round of batches
         self._done = 0
         self._inside = self._started = False
-        self._later = False  # this pass is not the first of these workers, if they stay
+        self._later = False  # not the first pass of persistent workers
 
-    def whole(self, done: int) -> int:
-        """The number of batches in whole rounds, of so many that are done."""
+    def count_whole_rounds(self, done: int) -> int:
+        """Return the number of batches in whole rounds, of `done` batches."""
         return done // self.count * self.count
 
     def begin(self, done: int) -> bool:
-        """Begin a pass, or go on with one, of whose batches so many are done, in whole rounds.
+        """Begin or resume a pass, after `done` batches in whole rounds.
 
         Returns:
-            True if workers that stay are started anew in a later pass, for which PyTorch draws once more.
+            True if persistent workers are restarted in a later pass, for which PyTorch draws once more.
         """
-        if not self._stay and not done:
+        if not self._persistent and not done:
             self._last = {}
         self._begin.states = dict(self._last)
         self._round = dict(self._last)
         self._done = done
         self._inside = True
-        again = self._stay and self._later and not self._started
+        again = self._persistent and self._later and not self._started
         self._started = True
         return again
 
     def note(self, came: WorkerBatch) -> Any:
-        """Note the state that came with a batch, and return the batch."""
+        """Record the state that came with a batch, and return the batch."""
         self._last[str(came.worker)] = came.state
         self._done += 1
         if self._done % self.count == 0:
@@ -106,18 +107,18 @@ class WorkerStates:
         return came.batch
 
     def end(self) -> None:
-        """Note that the pass is over."""
+        """Record that the pass is over."""
         self._inside = False
         self._later = True
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the states to go on from; None if workers begin anew in each pass, and none is under way."""
-        if self._inside or self._stay:
+        """Return the states to resume from; None between passes if each pass starts new workers."""
+        if self._inside or self._persistent:
             states = self._round if self._inside else dict(self._last)
             return {"workers": states, "count": self.count, "later": self._later}
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass go on from states, which `state_dict` returned of as many workers."""
+        """Make the next pass resume from states that `state_dict` returned for as many workers."""
         self._last = dict(state["workers"])
         self._later = state["later"]

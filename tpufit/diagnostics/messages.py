@@ -1,46 +1,34 @@
-"""Sentences about numbers that show a fault, each with its cure; nothing where there is none."""
+"""Sentences about measured problems, with their cures; None if there is no problem."""
 
 from collections.abc import Iterable, Sequence
 
-from ..errors import counted
-from ..runtime import cure_for
+from ..errors import say_count
 from ..utils.hardware import cpus
 
-# The share of the time, and the seconds, from which on a thing is worth a sentence.
+# The least share of the time, and the least seconds, of a problem worth reporting.
 _SHARE = 0.2
 _SECONDS = 1.0
 _COMPILE_SECONDS = 60.0
-_OFTEN = 8  # compilations of one step; whole batches, a shorter last one and some buckets are no fault
+_OFTEN = 8  # compilations of a step; full batches, a shorter last batch and some buckets are no problem
 
 
-def traced(role: str, cause: str) -> str:
-    """A sentence about a step that is traced on every call.
-
-    Example:
-        >>> print(traced("train", "its Python draws random numbers at net.py:8"))
-        the train step is traced anew on every call, because its Python draws random numbers at net.py:8. Draw on the \
-device (torch.rand(..., device=x.device)) or in the data set
-    """
-    return f"the {role} step is traced anew on every call, because {cause}. {cure_for(cause)}"
-
-
-def fell_back(operation: str, times: int, line: str, cure: str) -> str:
-    """A sentence about an operation that runs on the host, and its cure; a line such as `net.py:8` called it."""
+def report_fallback(operation: str, times: int, line: str, cure: str) -> str:
+    """Report an operation that ran on the host, and its cure; `line`, such as `net.py:8`, called it."""
     often = "once" if times == 1 else f"{times} times"
     return f"{operation} ran on the host {often}, called at {line}: XLA has none, and the device waits. {cure}"
 
 
 def read(lines: Iterable[str], times: int) -> str:
-    """A sentence about values that lines such as `net.py:8` in steps read, so many times."""
+    """Report values that lines in steps, such as `net.py:8`, read."""
     return (
-        f"{counted(times, 'value')} {'was' if times == 1 else 'were'} read from the device, at "
+        f"{say_count(times, 'value')} {'was' if times == 1 else 'were'} read from the device, at "
         f"{' and '.join(sorted(lines))}, each a wait: "
-        "return them from train_step as logs, which wait only where one is read"
+        "return them from train_step as logs, which wait only when they are read"
     )
 
 
 def read_elsewhere(times: int, steps: int) -> str | None:
-    """A sentence about values that were read outside of so many steps of training, as `.item()` in a callback does.
+    """Report values that were read outside the training steps, e.g. by `.item()` in a callback.
 
     Example:
         >>> read_elsewhere(3, 1000) is None
@@ -48,45 +36,45 @@ def read_elsewhere(times: int, steps: int) -> str | None:
     """
     if times < max(steps / 2, _OFTEN):
         return None
-    cure = "read in on_epoch_end, or every hundredth batch, instead of in every one"
-    return f"{times} values were read from the device outside of the steps, in {steps} steps, each a wait: {cure}"
+    cure = "read in on_epoch_end, or every hundredth batch, instead of every batch"
+    return f"{times} values were read from the device outside the steps, in {steps} steps, each a wait: {cure}"
 
 
-def compiled(role: str, causes: Sequence[str]) -> str | None:
-    """A sentence about a step that was compiled time and again, and the reason of each time."""
+def report_compilations(role: str, causes: Sequence[str]) -> str | None:
+    """Report a step that was compiled many times, given the cause of each."""
     if len(causes) < _OFTEN:
         return None
     shapes = sum(" had the " in cause for cause in causes)
     if shapes * 2 >= len(causes):
         padding = "DataLoader(..., collate_fn=tpufit.data.PadToBuckets([32, 64, 128]))"
-        cure = f"let all batches but the last have equally many rows, and pad what varies: {padding}"
+        cure = f"give all batches but the last the same number of rows, and pad varying lengths: {padding}"
     else:
-        cure = "change what is part of the graph seldom; the learning rate is none, and costs nothing"
+        cure = "change parts of the graph rarely; the learning rate isn't one, and costs nothing"
     return f"the {role} step was compiled {len(causes)} times, the last time because {causes[-1]}: {cure}"
 
 
 def compiling(seconds: float, elapsed: float, graphs: int) -> str | None:
-    """A sentence about the time that compiling took, of the time for everything.
+    """Report the time of compiling, out of all the time.
 
     Example:
-        >>> compiling(20.0, 40.0, 3) is None  # a usual start
+        >>> compiling(20.0, 40.0, 3) is None  # a normal start
         True
     """
     if seconds < _COMPILE_SECONDS or seconds < _SHARE * elapsed:
         return None
     return (
-        f"compiling {counted(graphs, 'graph')} took {seconds:.0f} s of {elapsed:.0f} s: fewer shapes of batches are "
-        "fewer graphs, a smaller steps_per_execution makes smaller ones, and a longer training pays for them only once"
+        f"compiling {say_count(graphs, 'graph')} took {seconds:.0f} s of {elapsed:.0f} s: fewer batch shapes mean "
+        "fewer graphs, a smaller steps_per_execution smaller graphs, and a longer training pays only once"
     )
 
 
-def waiting(waited: float, elapsed: float) -> str | None:
-    """A sentence about an epoch that waited for its data, for so many of its seconds.
+def report_waiting(waited: float, elapsed: float) -> str | None:
+    """Report the seconds that an epoch waited for its data.
 
     Example:
-        >>> waiting(waited=0.1, elapsed=10.0) is None
+        >>> report_waiting(waited=0.1, elapsed=10.0) is None
         True
-        >>> waiting(waited=9.0, elapsed=10.0)[:50]
+        >>> report_waiting(waited=9.0, elapsed=10.0)[:50]
         'the device waited for data 90% of the epoch: decod'
     """
     if waited < _SECONDS or waited < _SHARE * elapsed:
@@ -99,11 +87,11 @@ def waiting(waited: float, elapsed: float) -> str | None:
     )
 
 
-def logs_read(times: int, steps: int) -> str | None:
-    """A sentence about batch logs that a callback reads.
+def report_read_logs(times: int, steps: int) -> str | None:
+    """Report batch logs that a callback reads.
 
     Example:
-        >>> print(logs_read(90, 100))
+        >>> print(report_read_logs(90, 100))
         callbacks read the logs of 90 of 100 batches, and each time the device was waited for: read them every \
 hundredth batch, or in on_epoch_end
     """
@@ -114,33 +102,33 @@ hundredth batch, or in on_epoch_end
 
 
 def weights_changed(times: int, steps: int) -> str | None:
-    """A sentence about weights that a callback changes between steps: so many found them changed."""
+    """Report weights that a callback changed before `times` of the steps."""
     if times < _OFTEN or times < _SHARE * steps:
         return None
-    found = f"a callback changed the weights before {times} of {steps} steps, and each time the device was waited for"
-    return f"{found}: do it inside train_step, where it is part of the graph"
+    problem = f"a callback changed the weights before {times} of {steps} steps, and each time the device was waited for"
+    return f"{problem}: do it inside train_step, where it is part of the graph"
 
 
 def in_callbacks(seconds: float, elapsed: float) -> str | None:
-    """A sentence about callbacks that take long, their waits not counted, of the time for everything."""
+    """Report slow callbacks, excluding their waits, out of all the time."""
     if seconds < _SECONDS or seconds < _SHARE * elapsed:
         return None
     return f"callbacks took {seconds / elapsed:.0%} of the time: do less after a batch, or do it every hundredth batch"
 
 
 def validating(seconds: float, elapsed: float) -> str | None:
-    """A sentence about validations that take longer than the training, of the time for everything."""
+    """Report validations that take longer than the training, out of all the time."""
     if seconds < _SECONDS or seconds < elapsed / 2:
         return None
     cure = "fit(validation_freq=5) does it less often, a larger validation_batch_size faster, validation_steps on less"
     return f"validating took {seconds / elapsed:.0%} of the time: {cure}"
 
 
-def unused(used: int, available: int) -> str | None:
-    """A sentence about idle cores.
+def report_idle_cores(used: int, available: int) -> str | None:
+    """Report idle cores.
 
     Example:
-        >>> print(unused(1, 8))
+        >>> print(report_idle_cores(1, 8))
         1 of this TPU's 8 cores is used: fit(cores='auto') uses them all
     """
     if used >= available:
@@ -149,10 +137,10 @@ def unused(used: int, available: int) -> str | None:
     return f"{used} of this TPU's {available} cores {are} used: fit(cores='auto') uses them all"
 
 
-def starting(seconds: float, elapsed: float, joined: bool) -> str | None:
-    """A hint about steps so short that starting them takes most of the time for everything but compiling and tracing.
+def report_starting(seconds: float, elapsed: float, joined: bool) -> str | None:
+    """Hint at steps so short that starting them takes most of the time other than compiling and tracing.
 
-    If `joined`, several steps are one graph already.
+    With `joined`, several steps are one graph already.
     """
     if seconds < _SECONDS or not 0 < elapsed <= 2 * seconds:
         return None

@@ -1,4 +1,6 @@
-"""`Report`: the work of a model's steps, the time that it took, and a sentence about each fault."""
+"""`Report`: the work of a model's steps, their time, and a sentence about each problem."""
+
+from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,15 +11,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import few
-from ..runtime import cure_for
+from ..errors import join_few
+from ..runtime import cure_for, explain_slowness
 from ..utils.counters import Compiled, Counts
-from ..utils.text import rendered
+from ..utils.text import render
 from . import messages as advice
 
 _WIDTH = 100  # columns
 _SHOWN = 12  # compilations that the table has a row for
-_ASIDE = ("read", "prepare")  # phases that pass beside the others, or within them
+_PARALLEL = ("read", "prepare")  # phases in parallel to the others, or inside them
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,13 @@ class Pass:
 
     Attributes:
         role: `"train"`, `"eval"` or `"predict"`.
-        steps: The number of its steps.
-        rows: The number of its rows.
-        seconds: The time that it took.
+        steps: The number of steps.
+        rows: The number of rows.
+        seconds: The pass's time.
         waited: The part of that time in which the loop had no batch.
-        tokens: The number of tokens in its rows, padding included; 0 if they are no texts.
-        operations: What its steps computed, in operations; 0 if nobody has counted.
+        tokens: The number of tokens in the rows, including padding; 0 if they aren't texts.
+        operations: The operations that the steps computed; 0 if they weren't counted.
+        begun: The pass after its first graph, which may have been compiled; None if unknown.
     """
 
     role: str
@@ -41,30 +44,47 @@ class Pass:
     waited: float
     tokens: int = 0
     operations: int = 0
+    begun: Pass | None = None
+
+    def per_second(self, what: str) -> float:
+        """Return the speed of the steps after the first graph, or of all steps if there is only one graph.
+
+        Args:
+            what: `"steps"`, `"rows"`, `"tokens"` or `"operations"`.
+
+        Example:
+            >>> Pass("train", 11, 352, 70.0, 0.0, begun=Pass("train", 1, 32, 60.0, 0.0)).per_second("rows")
+            32.0
+        """
+        count, seconds = getattr(self, what), self.seconds
+        first = self.begun
+        if first is not None and first.steps < self.steps and first.seconds < seconds:
+            count, seconds = count - getattr(first, what), seconds - first.seconds
+        return float(count / seconds)
 
 
 @dataclass(frozen=True)
 class Report:
     """The work of a model's steps since its last `fit` began, or since the model was made.
 
-    `passes`, `traced` and `donated` are the model's. `counts` are the whole process's, and so are the problems found in
-    them: graphs, waits, reads and times of another model that ran meanwhile are among them.
+    `passes`, `traced` and `donated` are the model's. `counts`, and the problems in them, are the whole process's: they
+    include graphs, waits, reads and times of other models that ran at the same time.
 
     Attributes:
         passes: The last thousand passes over data.
         counts: Graphs, waits, fallbacks, host reads and times of the process.
-        traced: The reason why a step is traced on every call, by role; empty where it is replayed. Only roles that
-            have run.
-        donated: The bytes of weights and optimizer state that each step writes its new values over.
-        cores: The number of cores that compute.
-        available: The number of cores that there are.
+        traced: Why a step is traced at every call, by role; "" if it is replayed. Only roles that have run.
+        eager: The roles whose steps run operation by operation, because TorchTPU can't trace the whole step.
+        donated: The bytes of weights and optimizer state that each step updates in place.
+        cores: The number of cores in use.
+        available: The number of all cores.
         joined: True if several steps run as one graph.
-        metrics_report: The runtime's own report, if it was asked for.
-        peak: The operations a second that all cores can compute at most; None on a CPU, or if it isn't known.
-        predicted: The seconds of a training step that the model's last preflight has estimated; None without one.
-        attention: How each layer's attention is computed, by its name: `"flash"`, or `"plain"` with the reason; empty
+        metrics_report: The runtime's own report, if requested.
+        peak: The peak operations per second of all cores; None on a CPU, or if unknown.
+        predicted: The seconds of a training step, as estimated by the model's last preflight; None without a preflight.
+        attention: How each layer's attention is computed, by layer name: `"flash"`, or `"plain"` with the reason; empty
             with `attention="plain"`.
-        data: What the training data say of themselves, such as their padding, by name.
+        data: Facts about the training data, such as their padding, by name.
 
     Example:
         >>> seconds = {"wait: batch logs": 2.0, "compile": 0.5}
@@ -78,6 +98,7 @@ hundredth batch, or in on_epoch_end']
     passes: tuple[Pass, ...]
     counts: Counts
     traced: Mapping[str, str]
+    eager: frozenset[str] = frozenset()
     donated: int = 0
     cores: int = 1
     available: int = 1
@@ -90,90 +111,93 @@ hundredth batch, or in on_epoch_end']
 
     @property
     def seconds(self) -> float:
-        """The time of all passes, or all time measured if that is more: callbacks also work between passes."""
-        measured = sum(seconds for phase, seconds in self.counts.seconds.items() if phase not in _ASIDE)
-        return max(measured, sum(one.seconds for one in self.passes))
+        """The time of all passes, or all measured time if it is longer: callbacks also work between passes."""
+        measured = sum(seconds for phase, seconds in self.counts.seconds.items() if phase not in _PARALLEL)
+        return max(measured, sum(each.seconds for each in self.passes))
 
     @property
     def steps(self) -> int:
         """The number of training steps."""
-        return sum(one.steps for one in self.passes if one.role == "train")
+        return sum(each.steps for each in self.passes if each.role == "train")
 
     @property
     def rows_per_second(self) -> float | None:
-        """The rows a second of the last epoch, over all cores; None if there was none."""
+        """The last epoch's rows per second, over all cores; None if there was no epoch.
+
+        As the progress bar's samples/s, it excludes validations and the first steps, which may be compiled.
+        """
         last = self.last_epoch
-        return None if last is None else last.rows / last.seconds
+        return None if last is None else last.per_second("rows")
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The tokens a second of the last epoch, over all cores, padding included; None if rows are no texts."""
+        """The last epoch's tokens per second, over all cores, including padding; None if rows aren't texts."""
         last = self.last_epoch
-        return last.tokens / last.seconds if last is not None and last.tokens else None
+        return last.per_second("tokens") if last is not None and last.tokens else None
 
     @property
     def share_of_peak(self) -> float | None:
-        """The share of the chips' published peak in bfloat16 that the last epoch reached; None on a CPU.
+        """The share of the chips' published bfloat16 peak that the last epoch reached; None on a CPU.
 
-        The operations are those of matrix products and convolutions.
+        Counts the operations of matrix products and convolutions.
         """
         last = self.last_epoch
         if last is None or not last.operations or self.peak is None:
             return None
-        return last.operations / last.seconds / self.peak
+        return last.per_second("operations") / self.peak
 
     @property
     def last_epoch(self) -> Pass | None:
-        """The last pass of training; None if there was none."""
-        return next((one for one in reversed(self.passes) if one.role == "train" and one.seconds), None)
+        """The last pass of training, or None."""
+        return next((each for each in reversed(self.passes) if each.role == "train" and each.seconds), None)
 
     @property
     def problems(self) -> list[str]:
-        """What made the training slow: a sentence for each fault, which says what to do."""
+        """What made the training slow: a sentence for each problem, with a cure."""
         counts = self.counts
-        training = [one for one in self.passes if one.role == "train"]
+        training = [each for each in self.passes if each.role == "train"]
         traced = {role: cause for role, cause in self.traced.items() if cause}
         on_host = [(what, line) for what, line in counts.lines if counts.fallbacks[what]]
         reads = self.lines_read - {line for line in self.lines_read for cause in traced.values() if line in cause}
         roles = ("train", "eval", "predict")
-        compiled = {role: [one.cause for one in counts.compiled if one.role == role] for role in roles}
-        found = [
-            *(advice.traced(role, cause) for role, cause in traced.items()),
-            *(advice.fell_back(what, counts.fallbacks[what], line, cure_for(what)) for what, line in on_host),
+        compiled = {role: [each.cause for each in counts.compiled if each.role == role] for role in roles}
+        sentences = [
+            *(explain_slowness(role, cause, role in self.eager) for role, cause in traced.items()),
+            *(advice.report_fallback(what, counts.fallbacks[what], line, cure_for(what)) for what, line in on_host),
             advice.read(reads, counts.host_reads) if reads else None,
             None if counts.lines or traced else advice.read_elsewhere(counts.host_reads, self.steps),
-            *(advice.compiled(role, causes) for role, causes in compiled.items()),
+            *(advice.report_compilations(role, causes) for role, causes in compiled.items()),
             advice.compiling(counts.seconds.get("compile", 0.0), self.seconds, len(counts.compiled)),
-            advice.waiting(sum(one.waited for one in training), sum(one.seconds for one in training)),
-            advice.logs_read(counts.waits["batch logs"], self.steps),
+            advice.report_waiting(sum(each.waited for each in training), sum(each.seconds for each in training)),
+            advice.report_read_logs(counts.waits["batch logs"], self.steps),
             advice.weights_changed(counts.waits["changed weights"], self.steps),
             advice.in_callbacks(counts.seconds.get("callbacks", 0.0), self.seconds),
-            advice.validating(*self._repeated("eval")),
-            advice.unused(self.cores, self.available),
+            advice.validating(*self._time_repeated("eval")),
+            advice.report_idle_cores(self.cores, self.available),
         ]
-        return [sentence for sentence in found if sentence]
+        return [sentence for sentence in sentences if sentence]
 
     @property
     def lines_read(self) -> set[str]:
         """The lines where steps read a value."""
         return {line for what, line in self.counts.lines if what == "read"}
 
-    def _repeated(self, role: str) -> tuple[float, float]:
-        """The time of a role's passes, and of all passes, without the first of each role, which compile."""
-        first = {one.role: i for i, one in reversed(list(enumerate(self.passes)))}
-        later = [one for i, one in enumerate(self.passes) if first[one.role] != i]
-        return sum(one.seconds for one in later if one.role == role), sum(one.seconds for one in later)
+    def _time_repeated(self, role: str) -> tuple[float, float]:
+        """Return the time of a role's passes, and of all passes, without the first of each role, which compile."""
+        first = {each.role: i for i, each in reversed(list(enumerate(self.passes)))}
+        later = [each for i, each in enumerate(self.passes) if first[each.role] != i]
+        return sum(each.seconds for each in later if each.role == role), sum(each.seconds for each in later)
 
     @property
     def hints(self) -> list[str]:
-        """Sentences about things that are no fault, but could be faster."""
+        """Sentences about what could be faster, but isn't a problem."""
         busy = self.counts.seconds
         elapsed = self.seconds - busy.get("compile", 0.0) - busy.get("trace", 0.0)
-        found = advice.starting(busy.get("steps", 0.0), elapsed, self.joined)
-        return [found] if found else []
+        hint = advice.report_starting(busy.get("steps", 0.0), elapsed, self.joined)
+        return [hint] if hint else []
 
     def __str__(self) -> str:
-        return rendered(self, _WIDTH)
+        return render(self, _WIDTH)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield _facts(self)
@@ -197,13 +221,13 @@ def _facts(report: Report) -> Table:
     fallbacks = [f"{name} ({times}x{called.get(name, '')})" for name, times in counts.fallbacks.items() if times]
     facts = {
         "steps of training": f"{report.steps:,}",
-        "rows a second": f"{speed:,.0f}" if speed else "",
-        "tokens a second": f"{tokens:,.0f}" if tokens else "",
+        "samples/s": f"{speed:,.0f}" if speed else "",
+        "tokens/s": f"{tokens:,.0f}" if tokens else "",
         "share of the peak": "" if share is None else f"{share:.1%} of {report.peak:.3g} operations a second",
         **report.data,
-        "a step": _beside_predicted(report),
-        **{f"{role} step": f"traced: {cause}" if cause else "replayed" for role, cause in report.traced.items()},
-        **attention_in_words(report.attention),
+        "a step": _compare_with_prediction(report),
+        **{f"{role} step": _describe_execution(report, role, cause) for role, cause in report.traced.items()},
+        **group_attention_forms(report.attention),
         "on the host": ", ".join(fallbacks),
         "values read": f"{counts.host_reads}{reads and f', at {reads}'}" if counts.host_reads else "",
         "memory reused": f"{report.donated:,} bytes" if report.donated else "",
@@ -215,12 +239,19 @@ def _facts(report: Report) -> Table:
     return table
 
 
-def attention_in_words(forms: Mapping[str, str]) -> dict[str, str]:
-    """The layers of each form of attention, for a table.
+def _describe_execution(report: Report, role: str, cause: str) -> str:
+    """Say how a step runs, and why if it isn't replayed."""
+    if not cause:
+        return "replayed"
+    return f"{'eager' if role in report.eager else 'traced'}: {cause}"
+
+
+def group_attention_forms(forms: Mapping[str, str]) -> dict[str, str]:
+    """Group the layers by their form of attention, for a table.
 
     Example:
-        >>> attention_in_words({"blocks.0": "flash", "blocks.1": "flash", "head": "plain: 64 places are few"})
-        {'flash attention': 'blocks.0, blocks.1', 'plain attention': 'head (64 places are few)'}
+        >>> group_attention_forms({"blocks.0": "flash", "blocks.1": "flash", "head": "plain: 64 positions are few"})
+        {'flash attention': 'blocks.0, blocks.1', 'plain attention': 'head (64 positions are few)'}
     """
     layers: dict[str, list[str]] = {}
     for layer, form in forms.items():
@@ -228,25 +259,25 @@ def attention_in_words(forms: Mapping[str, str]) -> dict[str, str]:
     words: dict[str, str] = {}
     for form, names in layers.items():
         kind, _, reason = form.partition(": ")
-        said = few(names) + (f" ({reason})" if reason else "")
-        words[f"{kind} attention"] = "; ".join(filter(None, [words.get(f"{kind} attention", ""), said]))
+        text = join_few(names) + (f" ({reason})" if reason else "")
+        words[f"{kind} attention"] = "; ".join(filter(None, [words.get(f"{kind} attention", ""), text]))
     return words
 
 
-def _beside_predicted(report: Report) -> str:
-    """The time of a step in the last epoch beside the predicted one, on a TPU."""
+def _compare_with_prediction(report: Report) -> str:
+    """Compare the time of a step in the last epoch with the predicted time, on a TPU."""
     last = report.last_epoch
     if last is None or not last.steps or report.predicted is None or report.peak is None:
         return ""
-    real = last.seconds / last.steps
-    return f"{1000 * real:.3g} ms, predicted {1000 * report.predicted:.3g}: {real / report.predicted:.2f} times"
+    actual = 1 / last.per_second("steps")
+    return f"{1000 * actual:.3g} ms, predicted {1000 * report.predicted:.3g}: {actual / report.predicted:.2f} times"
 
 
 def _times(report: Report) -> Table:
-    """The phases with their times, and the number of waits."""
+    """Make a table of the phases, their times, and the number of waits."""
     busy = dict(report.counts.seconds)
     waits = report.counts.waits
-    aside = {f"{name} data, beside or while waiting for them": busy.pop(name, 0.0) for name in _ASIDE}
+    aside = {f"{name} data, beside or while waiting for them": busy.pop(name, 0.0) for name in _PARALLEL}
     aside["execution, as the runtime counts it"] = report.counts.executing
     table = Table("phase", "seconds", "share", "times", box=None, header_style="bold")
     for column in table.columns[1:]:
@@ -276,11 +307,11 @@ def _times(report: Report) -> Table:
 
 def _compilations(compiled: Sequence[Compiled]) -> Table:
     table = Table("for", "seconds", "because", box=None, header_style="bold")
-    for one in compiled[:_SHOWN]:
-        table.add_row(one.role, f"{one.seconds:.2f}", one.cause)
+    for each in compiled[:_SHOWN]:
+        table.add_row(each.role, f"{each.seconds:.2f}", each.cause)
     if len(compiled) > _SHOWN:
-        rest = Counter(one.role for one in compiled[_SHOWN:])
-        table.add_row("...", f"{sum(one.seconds for one in compiled[_SHOWN:]):.2f}", f"and more: {dict(rest)}")
+        rest = Counter(each.role for each in compiled[_SHOWN:])
+        table.add_row("...", f"{sum(each.seconds for each in compiled[_SHOWN:]):.2f}", f"and more: {dict(rest)}")
     return table
 
 

@@ -1,4 +1,4 @@
-"""The table of a module's layers: their outputs, their parameters, and the memory that these take."""
+"""The table of a module's layers: their outputs, parameters, and memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,24 +8,24 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
-from ..errors import counted
-from ..utils.text import dtype_name, rendered, size
+from ..errors import say_count
+from ..utils.text import dtype_name, render, size
 
 _WIDTH = 120  # columns
 _NOTHING: Mapping[int, int | None] = {}
 
 
-def _whole(tensors: Iterable[Tensor]) -> int:
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.nbytes for t in tensors)
 
 
 def table(
     module: nn.Module, outputs: Mapping[str, str] | None = None, split: Mapping[int, int | None] = _NOTHING
 ) -> str:
-    """Make a table of the layers that hold parameters or contain no other layer, and of the totals, as text.
+    """Format a table of the layers that have parameters or contain no other layer, and of the totals, as text.
 
-    A tensor that several layers share is counted at the first. The shapes of outputs come from `noting_outputs`;
-    `split` says along which dimension a parameter is split over the cores, by its `id`.
+    A tensor that several layers share is counted at the first. The output shapes come from `record_outputs`; `split`
+    has the dimension along which a parameter is split over the cores, by its `id`.
 
     Example:
         >>> print(table(nn.Linear(2, 3), {"": "8x3"}))
@@ -37,30 +37,32 @@ def table(
     owners: dict[int, str] = {}
     for name, layer in module.named_modules():
         named = dict(layer.named_parameters(recurse=False, remove_duplicate=False))
-        own = {n: p for n, p in layer.named_parameters(recurse=False) if id(p) not in owners}
+        first = {n: p for n, p in layer.named_parameters(recurse=False) if id(p) not in owners}
         notes = _notes(name, named, owners)
-        parts = [f"{n} split along {split[id(p)]}" for n, p in own.items() if id(p) in split]
+        parts = [f"{n} split along {split[id(p)]}" for n, p in first.items() if id(p) in split]
         notes = ", ".join(filter(None, [notes, *parts]))
         if named or not any(True for _ in layer.children()):
             dtypes = ", ".join(sorted({dtype_name(p.dtype) for p in named.values()}))
             output = (outputs or {}).get(name, "?")
-            takes = _size(own.values()) if own else ""
+            takes = _size(first.values()) if first else ""
             rows.add_row(
-                name or "(module)", type(layer).__name__, output, f"{_count(own.values()):,}", takes, dtypes, notes
+                name or "(module)", type(layer).__name__, output, f"{_count(first.values()):,}", takes, dtypes, notes
             )
     parameters = list(module.parameters())
     trainable = [p for p in parameters if p.requires_grad]
     totals = (
-        f"{counted(_count(parameters), 'parameter')} ({_size(parameters)}), {_count(trainable):,} of them trainable"
+        f"{say_count(_count(parameters), 'parameter')} ({_size(parameters)}), {_count(trainable):,} of them trainable"
     )
-    return f"{rendered(rows, _WIDTH)}\n{totals}"
+    return f"{render(rows, _WIDTH)}\n{totals}"
 
 
-def memory(module: nn.Module, state: Iterable[Tensor], of_a_core: Callable[[Iterable[Tensor]], int] = _whole) -> str:
-    """The memory that a training keeps on each core, without the activations and batches of its steps.
+def memory(
+    module: nn.Module, state: Iterable[Tensor], bytes_per_core: Callable[[Iterable[Tensor]], int] = _count_bytes
+) -> str:
+    """Describe the memory that a training uses on each core, without the activations and batches of its steps.
 
-    `state` is all but the module's: the optimizer's, sums of gradients, averages; empty if not known yet. `of_a_core`
-    gives the bytes that a core holds of some tensors.
+    `state` is everything outside the module: optimizer state, accumulated gradients, averages; empty if not known yet.
+    `bytes_per_core` counts the bytes of some tensors on each core.
 
     Example:
         >>> memory(nn.Linear(2, 3), [])
@@ -69,7 +71,7 @@ def memory(module: nn.Module, state: Iterable[Tensor], of_a_core: Callable[[Iter
     weights = list({id(t): t for t in (*module.parameters(), *module.buffers())}.values())
     gradients = [p for p in module.parameters() if p.requires_grad]
     rest = list(state)
-    sizes = [of_a_core(tensors) for tensors in (weights, gradients, rest)]
+    sizes = [bytes_per_core(tensors) for tensors in (weights, gradients, rest)]
     optimizer = f"{size(sizes[2])} optimizer" if rest else "? optimizer (known after a step)"
     return (
         f"memory per core: {size(sum(sizes))} = {size(sizes[0])} weights + {size(sizes[1])} gradients + {optimizer}; "
@@ -78,13 +80,13 @@ def memory(module: nn.Module, state: Iterable[Tensor], of_a_core: Callable[[Iter
 
 
 @contextmanager
-def noting_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
-    """Note the output shapes of the layers that are called inside, each at its first call, in `found`, by name.
+def record_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
+    """Return a context that records in `found` the output shapes of layers called in it, by name, at the first call.
 
     Example:
         >>> import torch
         >>> net, found = nn.Sequential(nn.Linear(2, 3), nn.ReLU()), {}
-        >>> with noting_outputs(net, found):
+        >>> with record_outputs(net, found):
         ...     y = net(torch.zeros(8, 2))
         >>> found
         {'0': '8x3', '1': '8x3', '': '8x3'}
@@ -97,7 +99,7 @@ def noting_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             found.setdefault(name, ", ".join("x".join(map(str, t.shape)) or "1" for t in tensors))
 
-    # One hook for all, which leaves the user's modules alone.
+    # One global hook, which doesn't change the user's modules.
     handle = register_module_forward_hook(note)
     try:
         yield
@@ -106,7 +108,7 @@ def noting_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
 
 
 def _notes(layer: str, named: Mapping[str, Tensor], owners: dict[int, str]) -> str:
-    """Notes on a layer's parameters that are another layer's too, or don't learn; the others become its own."""
+    """Note a layer's shared and frozen parameters, and record it as the owner of the others."""
     notes = []
     for name, parameter in named.items():
         owner = owners.setdefault(id(parameter), f"{layer}.{name}".removeprefix("."))
@@ -122,4 +124,4 @@ def _count(tensors: Iterable[Tensor]) -> int:
 
 
 def _size(tensors: Iterable[Tensor]) -> str:
-    return size(_whole(tensors))
+    return size(_count_bytes(tensors))

@@ -1,4 +1,4 @@
-"""The hosts of a pod: what they tell each other (`group`), and their signs of life (`heartbeat`), on any device."""
+"""The hosts of a pod: their communication (`group`) and their heartbeats (`heartbeat`), on any device."""
 
 from .group import (
     all_gather,
@@ -7,8 +7,9 @@ from .group import (
     broadcast,
     collective,
     connect,
+    describe_hosts,
+    find_index_and_count,
+    is_connected,
     is_first,
-    known,
     note_place,
-    whereabouts,
 )

@@ -1,8 +1,8 @@
-"""Hosts: a pod runs the same script once on each of its hosts, in a process of its own.
+"""A pod's hosts: each runs the same script, in one process.
 
-Each process sends its own rows to its own cores; all else is equal on all hosts, because they start the same programs
-in the same order. Where a host alone knows something that decides which program comes next, such as a signal or the
-time, all of them agree on it first. With one process nothing here does anything.
+Each process sends its rows to its cores; everything else is equal on all hosts, because they start the same programs in
+the same order. If something that only one host knows, such as a signal or the time, decides which program is next, all
+hosts agree on it first. With one process nothing here has an effect.
 """
 
 import atexit
@@ -18,36 +18,36 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DeviceLostError, HostError, StateLostError
-from .heartbeat import Heartbeat, patience
+from .heartbeat import Heartbeat, silence_limit
 
-# How much longer a host waits for another one that lives than for one that is silent: it may read slow data, or write a
-# large checkpoint.
+# How many times longer a host waits for a live host than for a silent one: the live host may be reading slow data, or
+# writing a large checkpoint.
 _PATIENCE = 30
-# What failed here may be the first sign that another host is gone; for how many seconds.
-_FIRST_SIGNS = (StateLostError, DeviceLostError)
-_NOTICED = 2.0
-_GONE = "the other hosts don't answer: {}. Start all hosts again; fit(resume=True) goes on from the last checkpoint"
+# Errors that may be the first sign of a lost host, and the seconds to wait until the heartbeat confirms it.
+_SIGNS_OF_LOSS = (StateLostError, DeviceLostError)
+_CONFIRMATION = 2.0
+_GONE = "the other hosts don't answer: {}. Start all hosts again; fit(resume=True) resumes from the last checkpoint"
 
 
 class Group:
-    """The hosts of a pod, as host `index`, from 0, of `count` sees them.
+    """A pod's hosts, as seen by host `index`, from 0, of `count`.
 
-    They find each other through a store that all share, and the address of process 0.
+    They connect through a shared store, and the address of process 0.
     """
 
     def __init__(self, index: int, count: int, store: dist.Store, address: str) -> None:
         self.index = index
         self.count = count
         self._gloo: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore("tpufit/gloo", store), index, count, timedelta(seconds=_PATIENCE * patience())
+            dist.PrefixStore("tpufit/gloo", store), index, count, timedelta(seconds=_PATIENCE * silence_limit())
         )
         self.heartbeat = Heartbeat(index, count, store, address)
         self._depth = 0
         atexit.register(self.heartbeat.leave, "has ended")
 
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
-        """Return the largest of each value over all hosts, which must all be at the same place."""
-        # The place as a number and its negative: their largest are no longer opposite if two hosts differ.
+        """Return the maximum of each value over all hosts, which must all be at the same place."""
+        # The place as a number and its negative: their maxima are no longer opposite if two hosts differ.
         here = float(zlib.crc32(self.heartbeat.place.encode()))
         both = torch.tensor([here, -here, *values], dtype=torch.float64)
         options: Any = dist.AllreduceOptions()
@@ -68,24 +68,24 @@ class Group:
         return pickle.loads(self._send(pickle.dumps(value) if self.index == 0 else b"", 0))
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all hosts, in their order."""
-        own = pickle.dumps(value)
-        return [pickle.loads(self._send(own if self.index == root else b"", root)) for root in range(self.count)]
+        """Return the values of all hosts, in order."""
+        data = pickle.dumps(value)
+        return [pickle.loads(self._send(data if self.index == root else b"", root)) for root in range(self.count)]
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """A context in which this host needs all others. An error that leaves it ends them too."""
+        """Return a context in which this host needs all others. An error that escapes it ends the others, too."""
         self._depth += 1
         self.heartbeat.busy = True
         try:
             self._check()
             yield
-            if self._depth == 1:  # none leaves before all are done, process 0 with writing
+            if self._depth == 1:  # no host leaves before all are done, including process 0's writing
                 self.heartbeat.place = "the end"
                 self.all_reduce_max([])
         except Exception as error:
             if self._depth == 1:
-                if isinstance(error, _FIRST_SIGNS) and self.heartbeat.notices(_NOTICED):
+                if isinstance(error, _SIGNS_OF_LOSS) and self.heartbeat.wait_for_loss(_CONFIRMATION):
                     raise HostError(_GONE.format(self.heartbeat.describe())) from error
                 if not self.heartbeat.gone:
                     self.heartbeat.leave(f"has ended with {type(error).__name__}: {error}")
@@ -114,26 +114,26 @@ class Group:
         try:
             start().wait()
         except RuntimeError as error:
-            self.heartbeat.notices(_NOTICED)  # which may come after the error, and tells who it is
+            self.heartbeat.wait_for_loss(_CONFIRMATION)  # the heartbeat names the lost host, maybe later
             raise HostError(_GONE.format(self.heartbeat.describe())) from error
         finally:
             self.heartbeat.waits = False
 
 
 _group: Group | None = None
-# For processes that this one starts, such as workers that read data.
+# For this process's children, such as data workers.
 _VARIABLE = "TPUFIT_HOST"
 
 
 def connect(index: int, count: int, store: dist.Store, address: str) -> None:
-    """Meet the other hosts, once; this waits for all of them. See `Group`."""
+    """Connect to the other hosts, once; this waits for all of them. See `Group`."""
     global _group
     os.environ[_VARIABLE] = f"{index}/{count}"
     _group = Group(index, count, store, address)
 
 
-def known() -> tuple[int, int] | None:
-    """This host's number and the number of hosts, if they are known: to the process that found them, or a worker."""
+def find_index_and_count() -> tuple[int, int] | None:
+    """Return this host's index and the number of hosts, if known: in the process that connected, or in its workers."""
     if _group is not None:
         return _group.index, _group.count
     if _VARIABLE in os.environ:
@@ -142,15 +142,20 @@ def known() -> tuple[int, int] | None:
     return None
 
 
+def is_connected() -> bool:
+    """True once this process is connected to other hosts."""
+    return _group is not None
+
+
 def is_first() -> bool:
-    """True on the host that writes files and bars: process 0, which is the only one without a pod."""
+    """True on the host that writes files and progress bars: process 0, also without a pod."""
     return _group is None or _group.index == 0
 
 
 def all_reduce_max(value: Any) -> Any:
-    """The largest value over all hosts, where a value decides which program runs next; with one host it is its own.
+    """Return the maximum over all hosts of a value that decides which program runs next; with one host its value.
 
-    It is a number or flag, or a list of them. All hosts call this at the same moment.
+    The value is a number, a flag, or a list of them. All hosts must call this at the same point.
     """
     if _group is None:
         return value
@@ -159,31 +164,31 @@ def all_reduce_max(value: Any) -> Any:
 
 
 def broadcast(value: Any) -> Any:
-    """Process 0's value, on all hosts."""
+    """Return process 0's value on all hosts."""
     return value if _group is None else _group.broadcast(value)
 
 
 def all_gather(value: Any) -> list[Any]:
-    """The values of all hosts, in their order."""
+    """Return the values of all hosts, in order."""
     return [value] if _group is None else _group.all_gather(value)
 
 
 def barrier() -> None:
-    """Wait until all hosts are here."""
+    """Wait until all hosts have called this."""
     all_gather(None)
 
 
 def collective() -> AbstractContextManager[None]:
-    """A context in which this host needs all others; one that leaves it by an error ends them too."""
+    """Return a context in which this host needs all others; an error that escapes it ends the others, too."""
     return nullcontext() if _group is None else _group.collective()
 
 
-def whereabouts() -> str:
-    """What each host is doing, or which are gone; nothing without a pod."""
+def describe_hosts() -> str:
+    """Describe what each host is doing, or which hosts are gone; "" without a pod."""
     return "" if _group is None else _group.heartbeat.describe()
 
 
 def note_place(place: str) -> None:
-    """Note what this host is doing, to compare it with the others, and for their sentences."""
+    """Record what this host is doing, for comparison with the other hosts, and for their messages."""
     if _group is not None:
         _group.heartbeat.place = place

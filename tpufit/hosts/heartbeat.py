@@ -1,8 +1,8 @@
-"""`Heartbeat`: a sign of life of each host: one that died or hangs ends the others too, and none waits for ever.
+"""`Heartbeat`: the hosts' signs of life. A host that dies or hangs ends the others, so that none waits for ever.
 
-Process 0 keeps a socket to each of the others. Every second each says what it is doing, and process 0 passes on who is
-gone. A host whose main thread can't come back by itself, because it waits for a program that the lost host will never
-run, is ended by its own heartbeat, with a sentence.
+Process 0 has a socket to each other host. Every second each host reports what it is doing, and process 0 tells all
+which hosts are gone. If a host's main thread is stuck, waiting for a program that the lost host will never run, its
+heartbeat ends the process with a message.
 """
 
 import json
@@ -17,27 +17,27 @@ from typing import Any
 
 from torch.distributed import Store
 
-_PERIOD = 1.0  # seconds between two signs of life
-_SILENCE = 60.0  # seconds without one after which a host counts as gone: a process may be stopped that long, or swap
-_GRACE = 5.0  # seconds for the main thread to come to an error by itself, once a host is gone
+_PERIOD = 1.0  # seconds between two heartbeats
+_SILENCE = 60.0  # seconds of silence after which a host counts as gone: a process may be stopped that long, or swap
+_GRACE = 5.0  # seconds for the main thread to raise an error by itself, once a host is gone
 
 
-def patience() -> float:
-    """The seconds of silence after which a host counts as gone: 60, or those of `TPUFIT_HOST_TIMEOUT`."""
+def silence_limit() -> float:
+    """Return the seconds of silence after which a host counts as gone: `TPUFIT_HOST_TIMEOUT`, or 60."""
     return float(os.environ.get("TPUFIT_HOST_TIMEOUT", _SILENCE))
 
 
 class Heartbeat:
-    """Tells the other hosts that this one lives, and notices those that don't.
+    """Tells the other hosts that this host is alive, and detects hosts that are gone.
 
-    They find each other through a store that all share, and the address of process 0.
+    The hosts connect through a shared store, and the address of process 0.
 
     Attributes:
-        place: What this host is doing, for the sentences of others.
+        place: What this host is doing, for the others' messages.
         busy: True while this host needs all others.
-        waits: True while it waits for them.
-        gone: The hosts that are gone, by number, each with the reason.
-        places: What each host was doing when it was last heard of.
+        waits: True while this host waits for the others.
+        gone: The hosts that are gone, by index, each with the reason.
+        places: What each host was doing at its last heartbeat.
     """
 
     def __init__(self, index: int, count: int, store: Store, address: str) -> None:
@@ -51,41 +51,41 @@ class Heartbeat:
         self._peers: dict[socket.socket, _Peer] = {}
         if index == 0:
             listener = socket.create_server(("", 0), backlog=count)
-            word = secrets.token_hex(16)
-            store.set("tpufit/heartbeat", f"{listener.getsockname()[1]} {word}")
+            password = secrets.token_hex(16)
+            store.set("tpufit/heartbeat", f"{listener.getsockname()[1]} {password}")
             while len(self._peers) < count - 1:
                 connection, _ = listener.accept()
-                if _says(connection, word):
+                if _knows_password(connection, password):
                     self._add(connection)
             listener.close()
         else:
-            port, word = store.get("tpufit/heartbeat").decode().split()
+            port, password = store.get("tpufit/heartbeat").decode().split()
             connection = socket.create_connection((address, int(port)))
-            connection.sendall(word.encode())
+            connection.sendall(password.encode())
             self._add(connection)
-        # A daemon: it ends with the process, whatever the main thread does.
+        # A daemon, which ends with the process, whatever the main thread does.
         threading.Thread(target=self._beat, name="tpufit-heartbeat", daemon=True).start()
 
     def leave(self, why: str) -> None:
-        """Tell the others that this host takes no further part, as a half-sentence after its name: `"has ended"`."""
+        """Tell the others that this host takes no further part, with a predicate such as `"has ended"`."""
         self._farewell = why
-        self._send()  # whom it doesn't reach, the heartbeat's own thread loses
+        self._send()  # the heartbeat's thread handles broken connections
 
-    def notices(self, seconds: float) -> bool:
-        """Wait until a host is gone, at most so long; True if one is."""
+    def wait_for_loss(self, seconds: float) -> bool:
+        """Wait at most `seconds` until a host is gone; True if a host is."""
         deadline = monotonic() + seconds
         while not self.gone and monotonic() < deadline:
             sleep(_PERIOD / 10)
         return bool(self.gone)
 
     def describe(self) -> str:
-        """Say which hosts are gone and why, or where all are."""
+        """Describe which hosts are gone and why, or what all are doing."""
         if self.gone:
             return "; ".join(f"process {index} {why}" for index, why in sorted(self.gone.items()))
-        return ", ".join(f"process {index}: {place}" for index, place in sorted(self._everywhere().items()))
+        return ", ".join(f"process {index}: {place}" for index, place in sorted(self._collect_places().items()))
 
-    def _everywhere(self) -> dict[int, str]:
-        return {**self.places, self._index: self.place + ", where it waits for the others" * self.waits}
+    def _collect_places(self) -> dict[int, str]:
+        return {**self.places, self._index: self.place + ", waiting for the others" * self.waits}
 
     def _add(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -103,8 +103,8 @@ class Heartbeat:
             for connection in ready:
                 self._receive(connection)
             for connection, peer in list(self._peers.items()):
-                if monotonic() - peer.heard_at > patience():
-                    self._lose(connection, f"has given no sign of life for {patience():g} s")
+                if monotonic() - peer.heard_at > silence_limit():
+                    self._lose(connection, f"has sent no heartbeat for {silence_limit():g} s")
             if not self.gone:
                 continue
             lost = monotonic() if lost is None else lost
@@ -113,14 +113,14 @@ class Heartbeat:
 
     def _end(self) -> None:
         where = f"process {self._index} ends here: {self.place}"
-        text = f"tpufit: {self.describe()}; {where}. Start all hosts again; fit(resume=True) goes on\n"
+        text = f"tpufit: {self.describe()}; {where}. Start all hosts again; fit(resume=True) resumes\n"
         sys.stderr.write(text)
         sys.stderr.flush()
-        os._exit(75)  # EX_TEMPFAIL of sysexits.h: the same may work another time
+        os._exit(75)  # EX_TEMPFAIL of sysexits.h: a retry may work
 
     def _send(self) -> list[socket.socket]:
-        """Tell the others where this host is. Returns the connections that are broken."""
-        here: dict[str, Any] = {"host": self._index, "places": self._everywhere(), "gone": self.gone}
+        """Send this host's place to the others, and return the broken connections."""
+        here: dict[str, Any] = {"host": self._index, "places": self._collect_places(), "gone": self.gone}
         if self._farewell is not None:
             here["gone"] = {**self.gone, self._index: self._farewell}
         text = json.dumps(here).encode() + b"\n"
@@ -128,7 +128,7 @@ class Heartbeat:
         for connection in list(self._peers):
             try:
                 connection.send(text)
-            except BlockingIOError:  # it doesn't read: its own silence will show
+            except BlockingIOError:  # the peer doesn't read; its silence will be detected
                 continue
             except OSError:
                 broken.append(connection)
@@ -143,12 +143,13 @@ class Heartbeat:
             return self._lose(connection, "is gone")
         peer = self._peers[connection]
         peer.heard_at = monotonic()
-        *whole, peer.rest = (peer.rest + got).split(b"\n")
-        for text in whole:
-            said = json.loads(text)
-            peer.host = said["host"]
-            self.places |= {int(index): place for index, place in said["places"].items() if int(index) != self._index}
-            for index, why in said["gone"].items():
+        *messages, peer.rest = (peer.rest + got).split(b"\n")
+        for text in messages:
+            message = json.loads(text)
+            peer.host = message["host"]
+            places = {int(index): place for index, place in message["places"].items()}
+            self.places |= {index: place for index, place in places.items() if index != self._index}
+            for index, why in message["gone"].items():
                 if int(index) != self._index:
                     self.gone.setdefault(int(index), why)
 
@@ -160,23 +161,23 @@ class Heartbeat:
             self.gone.setdefault(host, why + (f" (last: {place})" if place else ""))
 
 
-def _says(connection: socket.socket, word: str) -> bool:
-    """True if whoever calls knows the word: anything in the network may call."""
+def _knows_password(connection: socket.socket, password: str) -> bool:
+    """True if the caller knows the password: anything in the network may connect."""
     connection.settimeout(_PERIOD * 10)
     try:
-        said = connection.recv(len(word), socket.MSG_WAITALL)
+        answer = connection.recv(len(password), socket.MSG_WAITALL)
     except OSError:
-        said = b""
-    if secrets.compare_digest(said, word.encode()):
+        answer = b""
+    if secrets.compare_digest(answer, password.encode()):
         return True
     connection.close()
     return False
 
 
 class _Peer:
-    """What has come from another host, and when."""
+    """What another host has sent, and when."""
 
     def __init__(self) -> None:
-        self.host = 0  # until it says another, it can only be process 0
+        self.host = 0  # until the peer sends its index, it can only be process 0
         self.heard_at = monotonic()
         self.rest = b""

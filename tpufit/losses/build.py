@@ -1,4 +1,4 @@
-"""`build`: the loss of a model, from the arguments of `compile`."""
+"""`build`: builds the loss of a model from the arguments of `compile`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ AnyLoss = Loss | LossByOutput | ModuleLoss
 def build(
     loss: LossArgument | None, weights: LossWeightsArgument = None, module: nn.Module | None = None
 ) -> AnyLoss | None:
-    """Build the loss of a model, or one for each output in a nest; a module that takes labels computes its own.
+    """Build the loss of a model, or a loss for each output in a nest; a module that takes labels computes its loss.
 
     Raises:
         UnknownNameError, ArgumentError: See `Loss` and `LossByOutput`.
@@ -29,7 +29,7 @@ def build(
         return LossByOutput(loss, weights)
     if weights is not None:
         raise ArgumentError(
-            f"loss_weights go with a loss for each output, in a dict or a list, got loss={loss!r} and "
+            f"loss_weights need a dict or a list of losses, one for each output, got loss={loss!r} and "
             f"loss_weights={weights!r}. If these are metrics: compile(..., metrics={weights!r})"
         )
     if (isinstance(loss, str) and loss == "module") or (loss is None and module is not None and computes_loss(module)):
@@ -40,8 +40,8 @@ def build(
     return SharedLoss(loss) if compares_tensors else Loss(loss)
 
 
-def required(loss: AnyLoss | None, method: str) -> AnyLoss:
-    """Return the loss, which a method needs, or raise `NotCompiledError` if `compile` was given none."""
+def require_loss(loss: AnyLoss | None, method: str) -> AnyLoss:
+    """Return the loss that a method needs, or raise `NotCompiledError` if `compile` got none."""
     if loss is None:
         raise NotCompiledError(
             f"{method} needs a loss: call model.compile(optimizer=..., loss='cross_entropy'), or override "

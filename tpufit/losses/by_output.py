@@ -1,4 +1,4 @@
-"""`LossByOutput`: a loss for each output of a module; `SharedLoss`: the same for all, however many there are."""
+"""`LossByOutput`: a loss for each output of a module; `SharedLoss`: one loss for any number of outputs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,8 +9,8 @@ from torch import Tensor
 from ..errors import ArgumentError, DataError
 from .averages import Mean
 from .loss import LabelRange, Loss, OneLoss
-from .outputs import Output, check_form, is_nest, output_name, outputs_of, pick
-from .sample_weights import weight_of
+from .outputs import Output, check_form, flatten_outputs, is_nest, output_name, pick
+from .sample_weights import pick_weight
 
 LossByOutputArgument = Mapping[str, Any] | Sequence[Any]  # of losses, None, or further nests
 LossWeightsArgument = Mapping[str, Any] | Sequence[Any] | None
@@ -20,19 +20,19 @@ class LossByOutput:
     """A loss for each output of a module that returns a nest of dicts, tuples or lists; the step uses their sum.
 
     Args:
-        losses: One loss for each output, by its name in a dict or by its position in a list, in the nest that the
-            module returns; None for an output that has none.
-        weights: The factor of each loss in the sum, in the same form; 1 where a dict leaves it out, or it is None.
-        like: What the outputs were taken from, for errors.
+        losses: A loss for each output, by name in a dict or by position in a list, in the nest that the module
+            returns; None for an output without a loss.
+        weights: The factor of each loss in the sum, in the same form; None, or missing in a dict, is 1.
+        like: For errors, what the outputs were taken from (default: the losses).
 
     Attributes:
-        outputs: The names of the outputs, or their positions.
-        modules: The modules among the losses.
-        users: The parts of the losses that may be the user's own code.
-        ignored: The label that each output's loss leaves out, for those that have classes.
+        outputs: The names or positions of the outputs.
+        modules: The losses that are modules.
+        users: The parts of the losses that may be the user's code.
+        ignored: The label that each output's loss ignores, for losses of classes.
 
     Raises:
-        UnknownNameError, ArgumentError: As `Loss`; or the weights are of another form.
+        UnknownNameError, ArgumentError: As `Loss`; or the weights have another form.
 
     Example:
         >>> loss = LossByOutput({"a": "mse_loss", "b": "l1_loss"}, {"a": 1.0, "b": 10.0})
@@ -44,9 +44,9 @@ class LossByOutput:
     def __init__(
         self, losses: LossByOutputArgument, weights: LossWeightsArgument = None, like: str = "loss is"
     ) -> None:
-        given: dict[Output, OneLoss | None] = outputs_of(losses)
+        given: dict[Output, OneLoss | None] = flatten_outputs(losses)
         if isinstance(losses, Mapping) and not all(isinstance(name, str) for name in losses):
-            raise ArgumentError(f"a dict of losses goes by the names of the outputs, got the keys {list(losses)}")
+            raise ArgumentError(f"a dict of losses must have the names of the outputs as keys, got {list(losses)}")
         self.outputs: list[Output] = list(given)
         self._like = like
         self._losses = {key: Loss(loss, output_name(key)) for key, loss in given.items() if loss is not None}
@@ -54,7 +54,7 @@ class LossByOutput:
             raise ArgumentError(f"at least one output needs a loss, got loss={losses!r}")
         if weights is not None:
             check_form(weights, self.outputs, "loss_weights", ())
-        self._weights = {key: 1.0 if (own := pick(weights, key)) is None else own for key in self._losses}
+        self._weights = {key: 1.0 if (weight := pick(weights, key)) is None else weight for key in self._losses}
         for weight in self._weights.values():
             if isinstance(weight, bool) or not isinstance(weight, (int, float)):
                 raise ArgumentError(f"loss_weights must be numbers, got {weight!r}")
@@ -67,14 +67,14 @@ class LossByOutput:
         return {key: mean.value for key, mean in self.measure(y_pred, y, sample_weight).items()}
 
     def measure(self, y_pred: Any, y: Any, sample_weight: Any = None) -> dict[Output, Mean]:
-        """Compute the loss of each output, and what it is the mean over.
+        """Compute the loss of each output, and its denominator.
 
-        Outputs, targets and weights are in the same form. An output without a loss needs no targets in a dict. One
-        tensor of weights, as `Loss` takes it, is for all outputs; those that a dict leaves out weigh 1.
+        Outputs, targets and weights have the same form. In a dict, an output without a loss needs no targets. A single
+        tensor of weights is for all outputs; outputs missing in a dict of weights have weight 1.
 
         Raises:
-            ArgumentError: The outputs or the weights are not of the losses' form.
-            DataError: The targets are not.
+            ArgumentError: The form of the outputs or the weights isn't that of the losses.
+            DataError: The form of the targets isn't.
         """
         check_form(y_pred, self.outputs, "what the module returns", like=self._like)
         check_form(y, self.outputs, "the targets", self._losses, DataError, self._like)
@@ -83,50 +83,50 @@ class LossByOutput:
         for key in self._losses:
             if pick(y, key) is None:
                 raise DataError(
-                    f"output {output_name(key)!r} has a loss, and None as its target: give it a target, or None as its "
-                    "loss, too"
+                    f"output {output_name(key)!r} has a loss, but its target is None: pass a target, or None as the "
+                    "loss"
                 )
         return {
-            key: loss.measure(pick(y_pred, key), pick(y, key), weight_of(sample_weight, key))
+            key: loss.measure(pick(y_pred, key), pick(y, key), pick_weight(sample_weight, key))
             for key, loss in self._losses.items()
         }
 
     def total(self, parts: Mapping[Output, Tensor]) -> Tensor:
         """Compute the weighted sum of the parts."""
-        values = list(self.weighed(parts).values())
+        values = list(self.weight_parts(parts).values())
         return torch.stack(values).sum() if len(values) > 1 else values[0]
 
-    def weighed(self, parts: Mapping[Output, Tensor]) -> dict[Output, Tensor]:
+    def weight_parts(self, parts: Mapping[Output, Tensor]) -> dict[Output, Tensor]:
         """Multiply the parts by their weights in the sum."""
         return {key: value if self._weights[key] == 1 else value * self._weights[key] for key, value in parts.items()}
 
     def logs(self, parts: Mapping[Output, Tensor]) -> dict[str, Tensor]:
-        """Name the parts, before they are weighed, by their logs. As in Keras a single one has no log of its own."""
+        """Return the unweighted parts by the names of their logs; as in Keras, a single part has no separate log."""
         return dict(zip(self.names, parts.values(), strict=True)) if self.names else {}
 
     @property
     def names(self) -> list[str]:
-        """The names of the parts' logs; none for a single part."""
+        """The names of the parts' logs; empty for a single part."""
         return [f"{output_name(key)}_loss" for key in self._losses] if len(self._losses) > 1 else []
 
     def label_range(self, y: Any) -> dict[Output, LabelRange] | None:
-        """Find the range of each output's host labels, where there is something to check, see `Loss.label_range`."""
-        found = {key: loss.label_range(pick(y, key)) for key, loss in self._losses.items()}
-        return {key: labels for key, labels in found.items() if labels is not None} or None
+        """Find the range of each output's host labels, see `Loss.label_range`; None if there is nothing to check."""
+        ranges = {key: loss.label_range(pick(y, key)) for key, loss in self._losses.items()}
+        return {key: labels for key, labels in ranges.items() if labels is not None} or None
 
     def forget_classes(self) -> None:
         """Forget the numbers of classes, see `Loss.forget_classes`."""
         for loss in self._losses.values():
             loss.forget_classes()
 
-    def check_labels(self, found: Mapping[Output, LabelRange] | None, y_pred: Any = None) -> None:
+    def check_labels(self, ranges: Mapping[Output, LabelRange] | None, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of its output, see `Loss.check_labels`."""
-        for key, labels in (found or {}).items():
+        for key, labels in (ranges or {}).items():
             self._losses[key].check_labels(labels, pick(y_pred, key))
 
 
 class SharedLoss(Loss):
-    """A loss that compares one tensor with another: the loss of the only output, or of each of several, as in Keras.
+    """A loss that compares one tensor with another: for a single output, or for each of several, as in Keras.
 
     Example:
         >>> loss, ones, zeros = SharedLoss("mse_loss"), torch.ones(2), torch.zeros(2)
@@ -140,19 +140,19 @@ class SharedLoss(Loss):
         self._by_output: LossByOutput | None = None
 
     def of(self, y: Any) -> Loss | LossByOutput:
-        """Return the loss for these targets: one for each of them if there are several."""
+        """Return the loss for these targets: a `LossByOutput` if there are several."""
         if not is_nest(y):
             return self
-        outputs = outputs_of(y)
+        outputs = flatten_outputs(y)
         if not any(isinstance(target, Tensor) for target in outputs.values()):
-            return self  # which refuses them
+            return self  # its check refuses the targets
         if self._by_output is None or self._by_output.outputs != list(outputs):
-            self._by_output = LossByOutput(_mapped(y, self._loss), like="the targets are")
+            self._by_output = LossByOutput(_fill(y, self._loss), like="the targets are")
         return self._by_output
 
     @property
     def names(self) -> list[str]:
-        """The names of the parts' logs, once targets have shown that there are several."""
+        """The names of the parts' logs; empty until several targets have come."""
         return [] if self._by_output is None else self._by_output.names
 
     def label_range(self, y: Any) -> Any:
@@ -168,17 +168,17 @@ class SharedLoss(Loss):
         if self._by_output is not None:
             self._by_output.forget_classes()
 
-    def check_labels(self, found: Any, y_pred: Any = None) -> None:
+    def check_labels(self, labels: Any, y_pred: Any = None) -> None:
         """Raise `LabelError` for a label that is no class of its output."""
-        if found is None or isinstance(found, LabelRange):
-            super().check_labels(found, y_pred)
+        if labels is None or isinstance(labels, LabelRange):
+            super().check_labels(labels, y_pred)
         else:
             assert self._by_output is not None
-            self._by_output.check_labels(found, y_pred)
+            self._by_output.check_labels(labels, y_pred)
 
 
-def _mapped(nest: Any, value: Any) -> Any:
-    """The same nest with a value in place of each leaf."""
+def _fill(nest: Any, value: Any) -> Any:
+    """Return the same nest with a value in place of each leaf."""
     if isinstance(nest, Mapping):
-        return {key: _mapped(own, value) for key, own in nest.items()}
-    return [_mapped(own, value) for own in nest] if is_nest(nest) else value
+        return {key: _fill(inner, value) for key, inner in nest.items()}
+    return [_fill(inner, value) for inner in nest] if is_nest(nest) else value

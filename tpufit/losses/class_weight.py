@@ -1,4 +1,4 @@
-"""`ClassWeight`: weights of rows by their classes, looked up on the device inside the step."""
+"""`ClassWeight`: sample weights by class, looked up on the device inside the step."""
 
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -12,19 +12,17 @@ from ..data import unpack
 from ..data.batches import host_array
 from ..errors import ArgumentError
 from ..runtime import to_device
-from .outputs import described
-from .sample_weights import spread
+from .outputs import describe_nest
+from .sample_weights import spread_weights
 
 
 class ClassWeight:
-    """A table of weights, indexed by the labels of a batch; classes left out weigh 1.
+    """A table of weights, indexed by the labels of a batch; missing classes have weight 1.
 
-    `"balanced"` weighs the classes that it counts in array targets, of a form that `weigh` takes.
+    `"balanced"` computes the weights from the classes in array targets, in a form that `weigh` takes.
 
     Raises:
         ArgumentError: A class is no whole number from 0, or a weight is no number.
-
-    Source: `class_weight` of `keras.Model.fit`.
 
     Example:
         >>> x, y = torch.zeros(3, 2), torch.tensor([0, 2, 1])
@@ -38,7 +36,7 @@ class ClassWeight:
     def __init__(self, weights: Mapping[Any, Any] | str, targets: Any = None) -> None:
         wanted = "class_weight must be 'balanced' or a dict of weights by class, such as {0: 1.0, 1: 5.0}, got"
         if isinstance(weights, str) and weights == "balanced":
-            weights = _balanced(targets)
+            weights = _balance(targets)
         if not isinstance(weights, Mapping) or not weights:
             raise ArgumentError(f"{wanted} {weights!r}")
         for label, weight in weights.items():
@@ -46,15 +44,15 @@ class ClassWeight:
                 raise ArgumentError(f"{wanted} the class {label!r}: classes are whole numbers from 0")
             if isinstance(weight, bool) or not isinstance(weight, Real):
                 raise ArgumentError(f"{wanted} the weight {weight!r} for class {label}")
-        self._table = torch.ones(max(weights) + 2)  # the last entry is for all labels that are not in it
+        self._table = torch.ones(max(weights) + 2)  # the last entry is for all labels outside the table
         for label, weight in weights.items():
             self._table[label] = float(weight)
         self._placed = self._table
         self._placed_at = HOST
-        self.summary = repr(self._table.tolist())  # equal texts: equal weights
+        self.summary = repr(self._table.tolist())  # equal for equal weights
 
     def weigh(self, batch: Any, placement: Placement) -> tuple[Any, Tensor, Tensor]:
-        """Give a batch the weights of its classes, multiplied with its own sample weights if it has some.
+        """Give a batch the weights of its classes, multiplied by its sample weights, if any.
 
         Args:
             batch: `(x, y)` or `(x, y, sample_weight)`. `y` is labels of shape `(batch,)` or `(batch, time)`, or floats:
@@ -65,38 +63,40 @@ class ClassWeight:
             `(x, y, sample_weight)`.
 
         Raises:
-            ArgumentError: The targets are no labels of one output, or missing.
+            ArgumentError: The targets are missing, or aren't labels of one output.
         """
         x, y, sample_weight = unpack(batch)
         if not isinstance(y, Tensor):
             raise ArgumentError(
-                f"class_weight needs batches (x, y) with one tensor of labels as y, got y = {described(y)}. For "
+                f"class_weight needs batches (x, y) with one tensor of labels as y, got y = {describe_nest(y)}. For "
                 "several outputs let the data yield sample_weight: one tensor for each output"
             )
         if not isinstance(sample_weight, Tensor | None):
-            raise ArgumentError(f"with class_weight sample_weight is one tensor, got {described(sample_weight)}")
-        labels = _labels(y)
+            raise ArgumentError(
+                f"with class_weight, sample_weight must be one tensor, got {describe_nest(sample_weight)}"
+            )
+        labels = _to_labels(y)
         if self._placed_at != placement:
             (self._placed,) = to_device([self._table], placement)
             self._placed_at = placement
         last = len(self._table) - 1
         weight = self._placed[torch.where((labels >= 0) & (labels < last), labels, last)]
-        return x, y, weight if sample_weight is None else _product(weight, sample_weight)
+        return x, y, weight if sample_weight is None else _multiply(weight, sample_weight)
 
 
-def _balanced(targets: Any) -> dict[int, float]:
-    """The weight of each class, rows / (classes * its rows), as `sklearn.utils.class_weight` defines it."""
+def _balance(targets: Any) -> dict[int, float]:
+    """Compute the weight of each class, rows / (classes * its rows), as `sklearn.utils.class_weight` defines it."""
     if targets is None or isinstance(targets, (Mapping, tuple)):
         raise ArgumentError(
-            f"class_weight='balanced' counts the labels of one array y, got y = {described(targets)}: pass other data "
-            "with a dict of weights by class"
+            f"class_weight='balanced' counts the labels of one array y, got y = {describe_nest(targets)}: pass other "
+            "data with a dict of weights by class"
         )
-    labels = _labels(host_array(targets))
-    found, counts = labels[labels >= 0].unique(return_counts=True)
-    return dict(zip(found.tolist(), (counts.sum() / (len(found) * counts.double())).tolist(), strict=True))
+    labels = _to_labels(host_array(targets))
+    classes, counts = labels[labels >= 0].unique(return_counts=True)
+    return dict(zip(classes.tolist(), (counts.sum() / (len(classes) * counts.double())).tolist(), strict=True))
 
 
-def _labels(y: Tensor) -> Tensor:
+def _to_labels(y: Tensor) -> Tensor:
     if not y.is_floating_point():
         return y.long()
     if y.dim() == 2 and y.shape[1] > 1:
@@ -109,7 +109,7 @@ def _labels(y: Tensor) -> Tensor:
     )
 
 
-def _product(one: Tensor, other: Tensor) -> Tensor:
-    """Multiply two weights, of which one may be of rows and the other of steps of time."""
-    fewer, more = sorted((one, other.float()), key=Tensor.numel)
-    return spread(fewer, more) * more
+def _multiply(first: Tensor, second: Tensor) -> Tensor:
+    """Multiply two weights; each has an element for each row, or for each step of a sequence."""
+    fewer, more = sorted((first, second.float()), key=Tensor.numel)
+    return spread_weights(fewer, more) * more

@@ -1,29 +1,29 @@
-"""Weights of samples: shaped for the values that they multiply, and picked for an output."""
+"""Sample weights: shaping them for the values that they multiply, and picking them for an output."""
 
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .outputs import Output, described, pick
+from .outputs import Output, describe_nest, pick
 
 
-def spread(weight: Any, each: Tensor) -> Tensor:
-    """Shape weights so that they multiply a value for each element, shape `(batch, ...)` or `(batch, time, ...)`.
+def spread_weights(weight: Any, each: Tensor) -> Tensor:
+    """Reshape weights so that they multiply values of shape `(batch, ...)` or `(batch, time, ...)`.
 
-    They are one a row, shape `(batch,)` or `(batch, 1)`, or one for each element of a sequence, shape `(batch, time)`.
+    Weights are for rows, shape `(batch,)` or `(batch, 1)`, or for each element of a sequence, shape `(batch, time)`.
 
     Raises:
-        ArgumentError: The weights are of another shape.
+        ArgumentError: The weights have another shape.
 
     Example:
         >>> from torch import ones
-        >>> spread(ones(2), ones(2, 3)).shape
+        >>> spread_weights(ones(2), ones(2, 3)).shape
         torch.Size([2, 1])
     """
     if not isinstance(weight, Tensor):
         raise ArgumentError(
-            f"sample_weight must be one tensor for one output, got {described(weight)}. Weights by output go with a "
+            f"sample_weight must be one tensor for one output, got {describe_nest(weight)}. Weights by output need a "
             "loss for each output"
         )
     if weight.dim() > 1 and weight.shape[1:].numel() == 1:
@@ -37,6 +37,6 @@ def spread(weight: Any, each: Tensor) -> Tensor:
     return shaped.reshape(*shaped.shape, *[1] * further) if (further := each.dim() - shaped.dim()) else shaped
 
 
-def weight_of(sample_weight: Any, output: Output) -> Any:
-    """Pick the weights of an output; one tensor is for all outputs."""
+def pick_weight(sample_weight: Any, output: Output) -> Any:
+    """Pick the weights of an output; a single tensor is for all outputs."""
     return sample_weight if isinstance(sample_weight, Tensor) else pick(sample_weight, output)

@@ -1,12 +1,13 @@
 """Metrics by name, torchmetrics objects, and their sums over a pass.
 
-`build` reads the arguments of `compile`; `named` holds the metrics by name, a row each. A `Metric` takes the batches of
-its output, a `TrackedMetric` those that the model's own step gives it; `PassMetrics` sums a pass over the data, inside
-the steps' graphs, and `LazyLogs` reads the sums.
+`build` reads the arguments of `compile`; `named` has a table of the metrics by name. A `Metric` takes the batches of
+its output, a `TrackedMetric` the batches that the user's step passes, and a `DatasetMetric` all rows together.
+`PassMetrics` sums over a pass, inside the steps' graphs, and `LazyLogs` reads the sums.
 """
 
 from .build import MetricsArgument, build
+from .dataset_metric import DatasetMetric
 from .lazy_logs import LazyLogs
 from .library import is_collection, is_metric
-from .pass_metrics import PassMetrics, first_bad
+from .pass_metrics import PassMetrics, find_first_bad
 from .tracked import TrackedMetric, metrics_in

@@ -1,4 +1,4 @@
-"""`LazyLogs`: a batch's logs, which wait for the device only when one is read."""
+"""`LazyLogs`: a batch's logs, which wait for the device only when they are read."""
 
 from collections import UserDict
 from collections.abc import Callable, Sequence
@@ -8,10 +8,14 @@ _UNREAD = object()
 
 
 class LazyLogs(UserDict[str, Any]):
-    """A batch's logs: a dict whose numbers stay on the device until one is read, which fetches them all at once.
+    """A batch's logs: a dict whose numbers stay on the device until a read, which fetches all of them at once.
 
-    Names, length and membership cost nothing. A callback may write into it as into a dict. It holds the values of its
-    own batch, also when it is read later: `read` waits for the device and returns them.
+    Names, length and membership cost nothing. A callback may write into it as into a dict. Even a late read returns the
+    values of this batch.
+
+    Args:
+        names: The names of the logs.
+        read: Waits for the device and returns the logs.
 
     Example:
         >>> logs = LazyLogs(["loss"], lambda: {"loss": 0.5})
@@ -26,9 +30,9 @@ class LazyLogs(UserDict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if self.data[name] is _UNREAD and self._read is not None:
             for key, value in self._read().items():
-                if self.data.get(key) is _UNREAD:  # a callback's own value stays
+                if self.data.get(key) is _UNREAD:  # a value that a callback has written stays
                     self.data[key] = value
-            self._read = None  # last: another thread may read meanwhile
+            self._read = None  # last, because another thread may be reading
         return self.data[name]
 
     def __repr__(self) -> str:

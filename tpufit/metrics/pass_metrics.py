@@ -1,7 +1,7 @@
 """`PassMetrics`: the running values of a pass over the data.
 
-Sums stay on the device, inside the step's graph; they are read once a pass, or when somebody looks at a batch's logs.
-torchmetrics then computes on the host, from sums over exactly the rows that were seen.
+Sums stay on the device, inside the step's graph; they are read once a pass, or when a callback reads a batch's logs.
+torchmetrics then computes on the host, from sums over exactly the rows so far.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from ..backend import Placement, turns
 from ..errors import ArgumentError, DataError
 from ..losses import Averages, Mean
 from ..runtime import COUNTS, to_device, to_host
+from .dataset_metric import DatasetMetric
 from .lazy_logs import LazyLogs
 from .sums import Key, SumTable
-from .tracked import TrackedMetric, one_by_one
+from .tracked import TrackedMetric, update_separately
 
 if TYPE_CHECKING:
     import torchmetrics
 
     from .metric import Metric
 
-# The key of a sum that counts the finite steps. The first step that isn't finite makes it negative, and it stays as it
-# is then: one number tells both. A replayed step doesn't know its own number.
+# The key of a sum that counts finite steps. The first step that isn't finite makes it negative, and it stays so. One
+# number says both, because a replayed step doesn't know its number.
 _FINITE: Key = (None, "finite")
 
-# What sums begin with.
+# The defaults of sums.
 _NONE = torch.zeros((), dtype=COUNTS)
 _ZERO = torch.zeros(())
 _WEIGHTS = torch.zeros(2, 2)
@@ -42,33 +43,38 @@ _WEIGHTS = torch.zeros(2, 2)
 class PassMetrics(SumTable):
     """The running values of a pass over the data: means of the scalars that its steps return, and metrics.
 
-    The metrics are those of `compile`, and those that the model's own steps update. If it `watches`, it notes the first
-    step that returns a scalar which is not finite.
+    Args:
+        metrics: The metrics of `compile`, and the metrics that the user's steps update.
+        placement: The placement of the steps.
+        watches: True to note the first step that returns a scalar that isn't finite (default False).
     """
 
-    def __init__(self, metrics: Sequence[Metric | TrackedMetric], placement: Placement, watches: bool = False) -> None:
+    def __init__(
+        self, metrics: Sequence[Metric | TrackedMetric | DatasetMetric], placement: Placement, watches: bool = False
+    ) -> None:
         super().__init__(placement)
         self._metrics = list(metrics)
         self._watches = watches
-        # Of the step being traced, the batches that metrics keep, each with its slot.
+        # The batches of the traced step that metrics keep, each with the metric's slot.
         self.kept: list[tuple[int, Sequence[Tensor]]] = []
-        self.rows = 0  # of the pass so far
-        # Called with `finite` on the host whenever the sums have been fetched.
+        self.rows = 0  # in the pass so far
+        # Called with the host value of `finite` whenever the sums have been fetched.
         self.on_finite: Callable[[Tensor], None] = lambda finite: None
-        self._returned: list[str] = []  # the names of the logs that steps return: means, and tracked metrics
+        self._returned: list[str] = []  # the names of logs that steps return: means and tracked metrics
         self._slots: dict[str, int] = {}  # the slot of each log that is a metric
         self._batches: list[list[tuple[Tensor, ...]]] = [[] for _ in metrics]
+        self._fetched = self._due = [0] * len(metrics)  # numbers of batches of each metric, see `fetch_kept`
         self._noted: dict[str, Tensor] = {}
 
     @property
     def names(self) -> list[str]:
-        """The names of the logs that there are so far."""
+        """The names of the logs so far."""
         return list(dict.fromkeys([*self._returned, *self._slots]))
 
     def tracks(self, metrics: Iterable[torchmetrics.Metric]) -> bool:
-        """True if these objects are the ones that the model's own steps update."""
-        own = [metric.metric for metric in self._metrics if isinstance(metric, TrackedMetric)]
-        return list(map(id, own)) == list(map(id, metrics))
+        """True if these are the objects that the user's steps update."""
+        tracked = [metric.metric for metric in self._metrics if isinstance(metric, TrackedMetric)]
+        return list(map(id, tracked)) == list(map(id, metrics))
 
     def reset(self) -> None:
         """Begin a new pass."""
@@ -76,6 +82,7 @@ class PassMetrics(SumTable):
         self.rows = 0
         self._noted = {}
         self._batches = [[] for _ in self._metrics]
+        self._fetched = self._due = [0] * len(self._metrics)
 
     def begin(self) -> None:
         """Begin the trace of a step."""
@@ -84,16 +91,16 @@ class PassMetrics(SumTable):
         self._noted = {}
 
     def roll_back(self) -> None:
-        """Return to the sums that the trace of a step began with, and let go what it gave metrics to keep."""
+        """Restore the sums from before the trace of a step, and drop the batches that it kept."""
         super().roll_back()
         self.kept = []
         self._noted = {}
 
     @contextmanager
     def tracking(self, attributes: Mapping[str, Any]) -> Iterator[None]:
-        """A context for the Python of a step, in which updates of the metrics among the attributes are part of it."""
+        """A context for a step's Python, in which updates of metrics among the attributes are a part of the step."""
         with ExitStack() as stack:
-            stack.enter_context(one_by_one(attributes))
+            stack.enter_context(update_separately(attributes))
             for slot, metric in enumerate(self._metrics):
                 if isinstance(metric, TrackedMetric):
                     stack.enter_context(metric.in_step(partial(self._track, slot, metric)))
@@ -104,7 +111,7 @@ class PassMetrics(SumTable):
         self._keep(slot, metric.update(self, slot, arguments))
 
     def note(self, logs: Mapping[str, Tensor]) -> None:
-        """Log scalars, means over the batch, inside a step besides those that it returns, which win."""
+        """Log further scalars, means over the batch, inside a step; scalars that the step returns win."""
         self._noted |= logs
 
     def add_means(self, logs: Mapping[str, Any], rows: int, averages: Averages | None = None) -> None:
@@ -112,11 +119,11 @@ class PassMetrics(SumTable):
 
         Args:
             logs: The scalars, by name.
-            rows: The rows of the batch, as `count` will count them.
-            averages: What each of the scalars is the mean over (default: the rows).
+            rows: The number of rows of the batch, as `count` will count it.
+            averages: The denominators of the scalars (default: the rows).
 
         Raises:
-            ArgumentError: One of them is no number, no tensor of one element and no tracked metric.
+            ArgumentError: A value is no number, no tensor of one element and no tracked metric.
         """
         noted = self._noted
         self._noted = {}
@@ -126,9 +133,9 @@ class PassMetrics(SumTable):
             if name not in self._returned:
                 self._returned.append(name)
             if (slot := slots.get(id(value))) is not None:
-                own = self._metrics[slot].name
-                if self._slots.get(own) == slot and own not in self._returned:
-                    del self._slots[own]
+                default_name = self._metrics[slot].name
+                if self._slots.get(default_name) == slot and default_name not in self._returned:
+                    del self._slots[default_name]
                 self._slots[name] = slot
                 continue
             if not isinstance(value, (Tensor, Real)) or (isinstance(value, Tensor) and value.numel() != 1):
@@ -138,39 +145,40 @@ class PassMetrics(SumTable):
                 scalars.append(self._add_mean(name, str(i or ""), mean, rows))
         if self._watches and scalars:
             steps = self.get(_FINITE, _NONE)
-            # What is not finite is NaN if it is taken from itself, and NaN isn't equal to itself. (`isfinite` is more
-            # operations, and one of them in 64 bits, which a TPU emulates.)
-            rest = scalars[0] - scalars[0]
+            # x - x is NaN if x isn't finite, and NaN doesn't equal itself. (`isfinite` takes more operations, one of
+            # them in 64 bits, which a TPU emulates.)
+            zero = scalars[0] - scalars[0]
             for scalar in scalars[1:]:
-                rest = rest + (scalar - scalar)
-            self.set(_FINITE, torch.where(steps < 0, steps, torch.where(rest == rest, steps + 1, ~steps)))
+                zero = zero + (scalar - scalar)
+            self.set(_FINITE, torch.where(steps < 0, steps, torch.where(zero == zero, steps + 1, ~steps)))
 
     def _add_mean(self, name: str, part: str, mean: Mean, rows: int) -> Tensor:
-        """Add one of the means whose sum is a log, and return it as a scalar."""
-        scalar = self.placed(mean.value).float()
+        """Add a mean, of which a log is the sum, and return it as a scalar."""
+        scalar = self.place(mean.value).float()
         scalar = scalar.reshape(()) if scalar.dim() else scalar
         weight = rows if mean.weight is None else mean.weight
         if isinstance(weight, Tensor):
             weight = weight.detach().float()
-            scalar = scalar.masked_fill(weight == 0, 0)  # the mean over nothing is NaN
+            scalar = scalar.masked_fill(weight == 0, 0)  # a mean over a weight of 0 is NaN
         total = (name, f"{'sum' if isinstance(weight, str) else 'total'}{part}")
         lost = (name, f"lost{part}")
         sums = self.get(total, _ZERO), self.get(lost, _ZERO)
-        sums = _added(sums, scalar if isinstance(weight, str) else scalar * weight)
+        sums = _add(sums, scalar if isinstance(weight, str) else scalar * weight)
         self.set(total, sums[0])
         self.set(lost, sums[1])
         if isinstance(weight, Tensor) or (not isinstance(weight, str) and weight != rows):
-            # `count` counts the rows, on the host. What this batch counts by instead is summed here, beside those rows.
-            own = weight if isinstance(weight, Tensor) else torch.full((), weight, device=scalar.device)
+            # `count` counts all rows on the host. Here the weight that replaces this batch's rows is summed, together
+            # with these rows.
+            replacement = weight if isinstance(weight, Tensor) else torch.full((), weight, device=scalar.device)
             key = (name, f"weights{part}")
             weights = self.get(key, _WEIGHTS)
-            pair = torch.stack([own, torch.full_like(own, rows)])
-            self.set(key, torch.stack(_added((weights[0], weights[1]), pair)))
+            pair = torch.stack([replacement, torch.full_like(replacement, rows)])
+            self.set(key, torch.stack(_add((weights[0], weights[1]), pair)))
         return scalar
 
     @property
     def finite(self) -> Tensor | None:
-        """The count of finite steps so far, on the device, or None before the first: see `first_bad`."""
+        """The count of finite steps so far, on the device, or None before the first step; see `find_first_bad`."""
         place = self._index.get(_FINITE)
         return None if place is None else self.tensors[place]
 
@@ -183,43 +191,62 @@ class PassMetrics(SumTable):
 
     def _keep(self, slot: int, batch: Sequence[Tensor] | None) -> None:
         if batch is not None:
-            # Clones: a graph gives each output once, and two metrics may keep the same tensor, or two views of it. On a
+            # Clones, because a graph's outputs are distinct, and two metrics may keep one tensor or views of one. On a
             # pod each host reads all rows.
             whole = self.placement.gather if self.placement.hosts > 1 else torch.clone
             self.kept.append((slot, [whole(tensor) for tensor in batch]))
 
     def count(self, rows: int, kept: Sequence[tuple[int, Sequence[Tensor]]]) -> None:
-        """Note a group of steps that was started, and the batches that it gave metrics to keep, each with its slot."""
+        """Note a group of started steps: its rows, and the batches that metrics keep, each with the metric's slot."""
         self.rows += rows
         for slot, batch in kept:
             self._batches[slot].append(tuple(batch))
 
+    def fetch_kept(self) -> None:
+        """Copy kept batches to the host: batches from before the last call, which are computed by now.
+
+        Called whenever the host has waited for an older step.
+        """
+        places = [
+            (batches, i)
+            for batches, first, end in zip(self._batches, self._fetched, self._due, strict=True)
+            for i in range(first, end)
+        ]
+        if places:
+            host = iter(to_host([tensor for batches, i in places for tensor in batches[i]], "kept rows"))
+            for batches, i in places:
+                batches[i] = tuple(next(host) for _ in batches[i])
+        self._fetched = self._due
+        self._due = [len(batches) for batches in self._batches]
+
     def results(self, reason: str) -> dict[str, Any]:
-        """Compute the means and metrics over all rows so far. **This waits** for the device, once, for this reason."""
-        return self._snapshot()(reason)
+        """Compute the means and metrics over all rows so far. **This waits** for the device; reports say `reason`."""
+        return self._snapshot(self.names)(reason)
 
     def lazy(self) -> LazyLogs:
-        """The means and metrics over all rows so far, fetched only if one is read."""
-        snapshot = self._snapshot()
+        """Return the means and metrics over all rows so far, which are fetched only when they are read."""
+        # Without `DatasetMetric`s, which would join all rows so far at each read.
+        names = [name for name in self.names if not isinstance(self._metric_of(name), DatasetMetric)]
+        snapshot = self._snapshot(names)
 
         def read() -> dict[str, Any]:
-            with turns.taken("a batch's logs"):
+            with turns.taking_turn("a batch's logs"):
                 return snapshot("batch logs")
 
-        return LazyLogs(self.names, read)
+        return LazyLogs(names, read)
 
     def pop_sums(self) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], dict[str, float]]]:
-        """Take the sums so far, on the device, and what makes the means of them on the host; a new pass begins."""
+        """Return the sums on the device and a function that computes the means from their host values; then reset."""
         names = [name for name in self._returned if name not in self._slots]
-        taken = self.tensors, partial(self._means, names, self.rows)
+        popped = self.tensors, partial(self._compute_means, names, self.rows)
         self.reset()
-        return taken
+        return popped
 
-    def _means(self, names: Sequence[str], rows: int, host: Sequence[Tensor]) -> dict[str, float]:
-        return {name: self._mean(name, rows, host) for name in names}
+    def _compute_means(self, names: Sequence[str], rows: int, host: Sequence[Tensor]) -> dict[str, float]:
+        return {name: self._compute_mean(name, rows, host) for name in names}
 
-    def _mean(self, name: str, rows: int, host: Sequence[Tensor]) -> float:
-        """Compute a log of the sums, on the host, and the number of rows that `count` counted."""
+    def _compute_mean(self, name: str, rows: int, host: Sequence[Tensor]) -> float:
+        """Compute a log from the sums on the host and the number of rows that `count` counted."""
 
         def read(sum_name: str) -> Any:
             place = self._index.get((name, sum_name))
@@ -232,8 +259,8 @@ class PassMetrics(SumTable):
                 break
             weight = float(rows)
             if weights is not None:
-                own, instead_of = weights[0] - weights[1]
-                weight = float(own + (rows - instead_of))
+                replacement, replaced_rows = weights[0] - weights[1]
+                weight = float(replacement + (rows - replaced_rows))
             if total is not None:
                 value += float(total) / weight if weight else float("nan")
             if whole is not None:
@@ -241,10 +268,10 @@ class PassMetrics(SumTable):
         return value
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Give the sums so far, to go on with them in another process.
+        """Return the sums so far, to resume with them in another process.
 
         Returns:
-            Numbers and names, as JSON holds them; and tensors, wherever they are, by names of our own.
+            Numbers and names as JSON, and tensors on their devices, by name.
         """
         tensors = {f"default/{i}": tensor for i, tensor in enumerate(self._defaults)}
         tensors |= {f"sum/{i}": tensor for i, tensor in enumerate(self.tensors)}
@@ -261,17 +288,17 @@ class PassMetrics(SumTable):
         return state, tensors
 
     def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Go on with the sums that `state_dict` gave, their tensors on the host, before the first step of a pass.
+        """Load the sums that `state_dict` returned, with tensors on the host, before the first step of a pass.
 
         Raises:
-            DataError: There are other metrics now.
+            DataError: The metrics differ.
         """
         now = [metric.name for metric in self._metrics]
-        then = [own["name"] for own in state["metrics"]]
+        then = [saved["name"] for saved in state["metrics"]]
         if now != then:
-            raise DataError(f"the metrics are others in the middle of an epoch: {then} then, {now} now")
-        for metric, own in zip(self._metrics, state["metrics"], strict=True):
-            metric.load_state_dict(own)
+            raise DataError(f"the metrics changed in the middle of an epoch: {then} then, {now} now")
+        for metric, saved in zip(self._metrics, state["metrics"], strict=True):
+            metric.load_state_dict(saved)
         self._index = {(owner, name): i for i, (owner, name) in enumerate(state["keys"])}
         self._returned = list(state["means"])
         self.rows = state["rows"]
@@ -284,40 +311,65 @@ class PassMetrics(SumTable):
             for slot, sizes in enumerate(state["batches"])
         ]
 
-    def _snapshot(self) -> Callable[[str], dict[str, Any]]:
-        """A function that reads this moment's values, whenever it is called: it holds this moment's tensors."""
+    def _metric_of(self, name: str) -> Metric | TrackedMetric | DatasetMetric | None:
+        slot = self._slots.get(name)
+        return None if slot is None else self._metrics[slot]
+
+    def _snapshot(self, names: Sequence[str]) -> Callable[[str], dict[str, Any]]:
+        """Return a function that reads the current values at any later time, because it keeps the current tensors."""
         rows = self.rows
         sums = self.tensors
         finite = self._index.get(_FINITE)
-        tell = self.on_finite  # this pass's, though a later pass may have begun when the values are read
+        on_finite = self.on_finite  # of this pass, because a later pass may have begun when the values are read
         lists = self._batches
-        sizes = [len(batches) for batches in self._batches]
-        names = self.names
+        wanted = {self._slots.get(name) for name in names}
+        sizes = [len(batches) if slot in wanted else 0 for slot, batches in enumerate(self._batches)]
 
         def read(reason: str) -> dict[str, Any]:
             kept = [batches[:size] for batches, size in zip(lists, sizes, strict=True)]
             host = to_host([*sums, *(t for batches in kept for batch in batches for t in batch)], reason)
             rest = iter(host[len(sums) :])
             if finite is not None:
-                tell(host[finite])
+                on_finite(host[finite])
             fetched = [[[next(rest) for _ in batch] for batch in batches] for batches in kept]
 
             def value(name: str) -> Any:
                 slot = self._slots.get(name)
                 if slot is None:
-                    return self._mean(name, rows, host)
-                own = {key[1]: host[i] for key, i in self._index.items() if key[0] == slot}
-                return self._metrics[slot].compute(own, fetched[slot])
+                    return self._compute_mean(name, rows, host)
+                of_metric = {key[1]: host[i] for key, i in self._index.items() if key[0] == slot}
+                return self._metrics[slot].compute(of_metric, fetched[slot])
 
-            return {name: value(name) for name in names}
+            logs = {name: value(name) for name in names}
+            over_dataset = [name for name in names if isinstance(self._metric_of(name), DatasetMetric)]
+            return _flatten_dicts(logs, over_dataset) if over_dataset else logs
 
         return read
 
 
-def _added(sums: tuple[Tensor, Tensor], value: Tensor) -> tuple[Tensor, Tensor]:
-    """Add to a sum by Kahan's summation, with the part that rounding has taken from the sum so far.
+def _flatten_dicts(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return logs in which each dict under one of `names`, the `DatasetMetric`s, is replaced by its items.
 
-    A plain float32 sum would be off in the fifth digit after some ten thousand batches.
+    Raises:
+        ArgumentError: Two logs would have one name.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        logs = value if name in names and isinstance(value, dict) else {name: value}
+        doubled = sorted(logs.keys() & (flat.keys() | (values.keys() - {name})))
+        if doubled:
+            raise ArgumentError(
+                f"the function of the DatasetMetric {name!r} returns {doubled[0]!r}, the name of another log: choose "
+                "another name"
+            )
+        flat |= logs
+    return flat
+
+
+def _add(sums: tuple[Tensor, Tensor], value: Tensor) -> tuple[Tensor, Tensor]:
+    """Add to a sum by Kahan's summation; `sums` are the sum and its rounding error.
+
+    A plain float32 sum would be wrong in the fifth digit after some ten thousand batches.
     """
     total, lost = sums
     addend = value - lost
@@ -325,11 +377,11 @@ def _added(sums: tuple[Tensor, Tensor], value: Tensor) -> tuple[Tensor, Tensor]:
     return new, (new - total) - addend
 
 
-def first_bad(finite: Tensor) -> int | None:
-    """The number of the first step of a pass, from 1, that returned a scalar which is not finite; None if none did.
+def find_first_bad(finite: Tensor) -> int | None:
+    """Return the number, from 1, of the first step of a pass that returned a scalar that isn't finite, or None.
 
     Example:
-        >>> first_bad(torch.tensor(5)), first_bad(torch.tensor(-6))
+        >>> find_first_bad(torch.tensor(5)), find_first_bad(torch.tensor(-6))
         (None, 6)
     """
     return -int(finite) if finite < 0 else None

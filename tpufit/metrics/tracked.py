@@ -1,4 +1,4 @@
-"""`TrackedMetric`: a torchmetrics object among a model's attributes, which the model's steps update by hand."""
+"""`TrackedMetric`: a torchmetrics object among a model's attributes, which the user's steps update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def metrics_in(attributes: Mapping[str, Any]) -> dict[str, torchmetrics.Metric]:
     """Find the torchmetrics objects among a model's attributes and in its collections, by the names of their logs.
 
-    A collection names its own metrics; where such a name is taken, the collection's own and `_` come before it.
+    A collection names its metrics; if a name is taken, the collection's name and `_` are put before it.
 
     Example:
         >>> import torchmetrics
@@ -32,23 +32,23 @@ def metrics_in(attributes: Mapping[str, Any]) -> dict[str, torchmetrics.Metric]:
         >>> list(metrics_in({"rows": rows, "scores": scores, "others": scores.clone(), "net": None}))
         ['rows', 'own_MeanSquaredError', 'others_own_MeanSquaredError']
     """
-    found = {name: value for name, value in attributes.items() if is_metric(value)}
+    metrics = {name: value for name, value in attributes.items() if is_metric(value)}
     for name, collection in _collections_in(attributes).items():
-        for own, metric in collection.items(copy_state=False):
-            found[f"{name}_{own}" if own in found else own] = metric
-    return found
+        for key, metric in collection.items(copy_state=False):
+            metrics[f"{name}_{key}" if key in metrics else key] = metric
+    return metrics
 
 
 @contextmanager
-def one_by_one(attributes: Mapping[str, Any]) -> Iterator[None]:
-    """A context in which the collections among a model's attributes update every metric of theirs.
+def update_separately(attributes: Mapping[str, Any]) -> Iterator[None]:
+    """A context in which the collections among a model's attributes update each of their metrics.
 
-    Otherwise a collection updates one metric for all whose sums were equal after its first update (`compute_groups`).
-    Inside a step it would take too many for equal, as the metrics themselves collect nothing there.
+    Otherwise a collection updates only one of the metrics whose sums were equal after the first update
+    (`compute_groups`). Inside a step all sums would seem equal, because the metrics themselves collect nothing there.
     """
 
     def call(collection: torchmetrics.MetricCollection, *args: Any, **kwargs: Any) -> None:
-        collection(*args, **kwargs)  # this knows no groups
+        collection(*args, **kwargs)  # calls each metric, without groups
 
     with ExitStack() as stack:
         for collection in _collections_in(attributes).values():
@@ -61,15 +61,15 @@ def _collections_in(attributes: Mapping[str, Any]) -> dict[str, torchmetrics.Met
 
 
 class TrackedMetric:
-    """A torchmetrics object that steps update by hand, as part of their graph. Its sums are those of a pass.
+    """A torchmetrics object that the user's steps update, as a part of their graph; summed over a pass.
 
-    Inside a step the object itself collects nothing: its `compute`, or a call of it, returns the object, which stands
-    for its value over the pass in the step's logs. Its log has the name of the attribute, or the one that its
-    collection gives it, unless the step returns it under another.
+    Inside a step the object itself collects nothing. A call of it, or its `compute`, returns the object, which in the
+    step's logs stands for the value over the pass. Its log has the attribute's name, or the name in its collection,
+    unless the step returns the object under another name.
     """
 
     def __init__(self, name: str, metric: torchmetrics.Metric) -> None:
-        from .metric import DeviceMetric  # with torchmetrics
+        from .metric import DeviceMetric  # imports torchmetrics
 
         self.name = name
         self.metric = metric
@@ -78,7 +78,7 @@ class TrackedMetric:
 
     @contextmanager
     def in_step(self, update: Callable[[Sequence[Any]], None]) -> Iterator[None]:
-        """A context for a step's Python, in which `update` takes the arguments of the object's updates."""
+        """A context for a step's Python in which `update` gets the arguments of the object's updates."""
 
         def collect(*args: Any, **kwargs: Any) -> None:
             bound = self._signature.bind(*args, **kwargs)
@@ -99,10 +99,10 @@ class TrackedMetric:
 
     def update(self, sums: SumTable, slot: int, arguments: Sequence[Any]) -> Sequence[Tensor] | None:
         """Add a batch, inside a step; see `Metric.update`."""
-        tensors = [sums.placed(argument) for argument in arguments]
+        tensors = [sums.place(argument) for argument in arguments]
         if len(tensors) > 1:
             self._device_metric.check(self.name, sums, tensors)
-        # A scalar is whole on every core as it is, and can't be gathered.
+        # A scalar is whole on every core, and can't be gathered.
         whole = [sums.placement.gather(tensor) if tensor.dim() else tensor for tensor in tensors]
         return self._device_metric.update(sums, slot, whole)
 
@@ -111,8 +111,8 @@ class TrackedMetric:
         return self._device_metric.compute(sums, kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """The name of its log."""
+        """Return the name of the log."""
         return {"name": self.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take nothing: the first step finds the object as it is."""
+        """Do nothing: the sums are in `PassMetrics`."""

@@ -1,6 +1,5 @@
-"""Optimizers: PyTorch's, by name or as objects, and the parts that let them run inside a graph without a wait."""
+"""PyTorch's optimizers, by name or as objects, and what lets them run inside a graph without a wait."""
 
-from .accumulation import Accumulator, GradientConfig, UpdatePlan
 from .build import (
     NAMES,
     OptimizerArgument,
@@ -11,20 +10,24 @@ from .build import (
     drop_gradients,
     parameters,
     share_counters,
+    step_counts,
 )
 from .device_rates import DeviceRates
 from .ema import EMA, EMAConfig
-from .group_numbers import GroupNumbers
+from .gradients import Accumulator, GradientConfig, UpdatePlan
+from .group_numbers import Attached, GroupNumbers
 from .groups import ExcludeArgument, GroupConfig
 from .host_counters import HostCounters
+from .inner import find_rated, optimizers_in, rated_groups
 from .rates import (
     RATE_KEYS,
     RUNNING,
     begin_from_peak,
+    group_rates,
     note_scheduled,
     rates,
+    require_optimizer,
     require_rates,
-    required,
     runs_numbers,
     scale_rates,
     scaled_rates,

@@ -1,7 +1,7 @@
 """`DeviceRates`: the learning rates as an input of the step's graph.
 
-The rates in `param_groups` stay Python numbers, to be read and set by anyone at any time. Only while a step is traced
-they are entries of one device vector, so that a new rate needs no new graph.
+The rates in `param_groups` stay Python numbers, which user code may read and set at any time. Only while a step is
+traced they are elements of a vector on the device, so that a new rate needs no new graph.
 """
 
 from collections.abc import Collection, Iterator
@@ -19,9 +19,9 @@ from .rates import runs_numbers
 from .shared_counters import SharedCounterMode, SharedStepCounters
 from .traced import Traced
 
-# Stands for a rate of 0. Adam divides by its rate where that is a tensor: a weight that has never had a gradient, such
-# as the row of a word that no text has, would become NaN. So small a step changes no weight but one of 0, by no more.
-_ALMOST_NONE = 1e-36
+# Replaces a rate of 0, because Adam divides by a rate that is a tensor: a weight that has never had a gradient, such as
+# the embedding of an unused word, would become NaN. So small a rate changes only weights of 0, by no more than itself.
+_TINY_RATE = 1e-36
 
 
 class DeviceRates:
@@ -30,47 +30,52 @@ class DeviceRates:
     def __init__(self, optimizer: Optimizer, placement: Placement) -> None:
         self._optimizer = optimizer
         self._placement = placement
-        self.sent: list[list[float]] = []  # of each step, those of the groups
+        self.sent: list[list[float]] = []  # for each step, the rates of the groups
         self._rates = torch.empty(0)
 
     def send(self, steps: list[list[float]]) -> Tensor:
-        """Send the rates of the next steps, if they are not there yet: called before steps, never inside one.
+        """Send the rates of the next steps unless the device has them already; never called inside a step.
 
-        Each step's are those of the groups; the vector has a row for each step, if there are several.
+        Args:
+            steps: For each step the rates of the groups.
+
+        Returns:
+            The rates, shape `(groups,)`, or `(steps, groups)` for several steps.
         """
         if steps != self.sent:
             self.sent = steps
             host = torch.tensor(steps if len(steps) > 1 else steps[0])
             if isinstance(self._optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-                host[host == 0] = _ALMOST_NONE
+                host[host == 0] = _TINY_RATE
             (self._rates,) = to_device([host], self._placement)
         return self._rates
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """A context in which steps are traced: the groups point at the device's rates, and get their numbers back."""
+        """A context for tracing steps, at whose end the groups get their numbers back; see `use`."""
         with self._restoring("lr"):
             yield
 
     def use(self, vector: Tensor) -> None:
-        """Point the groups at the rates of one step, inside it: its graph then computes from its input."""
-        for i, group in enumerate(self._optimizer.param_groups):
+        """Replace the groups' rates by elements of the vector, inside a step, so that its graph uses its input."""
+        rated = [group for group in self._optimizer.param_groups if "lr" in group]
+        for i, group in enumerate(rated):
             group["lr"] = vector[i]
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """A context in which the optimizer takes tensors for its rates, and counts its steps on the device."""
-        ours = {"foreach": False, "fused": False, "capturable": keeps_count(self._optimizer)}
+        options = {"foreach": False, "fused": False, "capturable": keeps_count(self._optimizer)}
         shares = isinstance(self._optimizer, SharedStepCounters)
-        own = _WithNumbers if runs_numbers(self._optimizer) else _OnDevice
-        with self._restoring(*ours), replaced(self._optimizer, mode=_OnDevice) if shares else own():
+        mode = _WithNumbers if runs_numbers(self._optimizer) else _OnDevice
+        with self._restoring(*options), replaced(self._optimizer, mode=_OnDevice) if shares else mode():
             for group in self._optimizer.param_groups:
-                group.update({key: value for key, value in ours.items() if key in group})
+                group.update({key: value for key, value in options.items() if key in group})
             yield
 
     @contextmanager
     def _restoring(self, *keys: str) -> Iterator[None]:
-        """A context that gives the groups these values back in the end."""
+        """A context at whose end the groups get the values of these keys back."""
         groups = self._optimizer.param_groups
         before = [{key: group[key] for key in keys if key in group} for group in groups]
         try:
@@ -80,16 +85,16 @@ class DeviceRates:
                 group.update(values)
 
 
-# PyTorch checks the shapes of what changes a tensor by running it in Python, on tensors without values: that takes most
-# of the time of an optimizer's trace. It does not for a result that is written into a given tensor, and here that has
-# the shape of what it replaces, where all tensors are alike.
+# PyTorch checks the shapes of an in-place operation by running it in Python on tensors without values, which takes most
+# of the time of tracing an optimizer. It doesn't for an operation with `out=`. If all shapes are equal, as here, the
+# result has the shape of the tensor that it overwrites, so the check isn't needed.
 _IN_PLACE = {f"{name}_": getattr(torch, name) for name in ("add", "addcdiv", "addcmul", "lerp", "mul")}
 
 
 class _OnDevice(SharedCounterMode):
-    """Runs what PyTorch's optimizers compute with a tensor for a rate, and without checks that can't fail.
+    """Runs PyTorch's optimizers with a tensor as the rate, and without checks that can't fail.
 
-    They pass the rate as a scalar in places, for which PyTorch would read its value.
+    Where they pass the rate as a scalar argument, PyTorch would read its value and so wait for the device.
     """
 
     def __init__(self, counters: Collection[int] = ()) -> None:
@@ -109,29 +114,29 @@ class _OnDevice(SharedCounterMode):
         if takes_numbers and len(args) == 2 and type(args[1]) is float:
             args = target, self._number(args[1], target.device)
         elif takes_numbers and same is torch.addcmul and type(kwargs.get("value")) is float:
-            # In the order of torch_xla's own, which is given the number in 64 bits. A TPU emulates them.
+            # In torch_xla's order of operations. torch_xla would pass the number as float64, which a TPU emulates.
             same = torch.add
             value = self._number(kwargs.pop("value"), target.device)
             args = target, torch.mul(torch.mul(args[1], args[2]), value)
         return same(*args, **kwargs, out=target)
 
     def _number(self, value: float, device: torch.device) -> Tensor:
-        """A number that all parameters use, such as the momentum: PyTorch would convert it anew for each of them."""
-        known = self._numbers.get((value, device))
-        if known is None:
-            known = self._numbers[value, device] = torch.full((), value, dtype=torch.float32, device=device)
-        return known
+        """Return a number as a cached tensor, e.g. the momentum: PyTorch would convert it for each parameter."""
+        tensor = self._numbers.get((value, device))
+        if tensor is None:
+            tensor = self._numbers[value, device] = torch.full((), value, dtype=torch.float32, device=device)
+        return tensor
 
 
 class _WithNumbers(_OnDevice):
-    """Gives tensors the numbers of a course as inputs of the graph, see `GroupNumbers`."""
+    """Passes `Traced` numbers as inputs of the graph, see `GroupNumbers`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args = tuple(arg.on_device() if isinstance(arg, Traced) else arg for arg in args)
         given = {name: arg.on_device() if isinstance(arg, Traced) else arg for name, arg in (kwargs or {}).items()}
-        if func.__name__ == "lerp_" and isinstance(given.get("weight"), Tensor):  # in the weights' own format
+        if func.__name__ == "lerp_" and isinstance(given.get("weight"), Tensor):  # in the dtype of the weights
             target = args[0]
             end = given["end"] if "end" in given else args[1]
             return target.add_(torch.mul(torch.sub(end, target), given["weight"]))
@@ -140,7 +145,7 @@ class _WithNumbers(_OnDevice):
 
 def _same_shapes(target: Tensor, *others: Any) -> bool:
     shape = target.shape
-    for other in others:  # noqa: SIM110 - runs for each operation of each parameter, where `all` takes longer
+    for other in others:  # noqa: SIM110 - faster than `all`, for each operation of each parameter
         if isinstance(other, Tensor) and other.shape != shape and other.dim():
             return False
     return True

@@ -1,4 +1,4 @@
-"""`EMA`: an exponential moving average of the weights, kept on the device by the step itself."""
+"""`EMA`: an exponential moving average of the weights, which each step updates on the device."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class EMAConfig:
     """
 
     momentum: float = 0.99  # the share of the averages that each update keeps, from 0 to 1
-    overwrite_frequency: int | None = None  # updates after which the weights become the averages; None is never
+    overwrite_frequency: int | None = None  # updates after which the averages overwrite the weights; None: never
 
     def __post_init__(self) -> None:
         momentum = require_number("ema_momentum", self.momentum, "a number from 0 to 1", lambda share: 0 <= share <= 1)
@@ -30,41 +30,44 @@ class EMAConfig:
 
 
 class EMA(PerParameter):
-    """The moving averages of an optimizer's parameters that learn: part of what training changes.
+    """The moving averages of an optimizer's parameters that learn: a part of the training state.
 
     Source: `use_ema` of `keras.optimizers.Optimizer`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # The number is 0 until the first update, and then 1.
+        # The number is 0 before the first update, then 1.
         super().__init__(optimizer, lambda parameter: parameter.detach().clone(), ".begun")
-        self.swapped = False  # the weights and their averages have changed places
+        self.swapped = False  # True while the module has the averages, see `swap`
 
     @torch.no_grad()
     def update(self, momentum: float, overwrite: bool) -> None:
-        """Move the averages towards the weights, inside a step; if `overwrite`, the weights then become the averages.
+        """Move the averages towards the weights, inside a step; the first update copies the weights.
 
-        The first time the averages become the weights. The momentum is the share of them that is kept.
+        Args:
+            momentum: The share of the averages that is kept.
+            overwrite: If True, the averages then overwrite the weights.
         """
         self.extend()
         kept = self._number * momentum
-        for parameter, average in self._beside.items():
-            average.copy_(average * kept + parameter * (1 - kept))
+        for parameter, average in self._tensors.items():
+            moved = average * kept + parameter * (1 - kept)
+            average.copy_(moved.reshape(average.shape))  # reshaped for scalar parameters
             if overwrite:
                 parameter.copy_(average)
         self._number.fill_(1)
 
     def swap(self) -> None:
         """Exchange the weights with their averages, without a copy."""
-        for parameter, average in self._beside.items():
+        for parameter, average in self._tensors.items():
             weights = swap_value(parameter, torch.empty_like(parameter, device="meta"))
             swap_value(parameter, swap_value(average, weights.detach()).detach())
         self.swapped = not self.swapped
 
     @torch.no_grad()
     def overwrite(self) -> None:
-        """Give the weights the averages' values, for good. Swapped, they have them, and the averages get them back."""
-        for parameter, average in self._beside.items():
+        """Copy the averages into the weights; if swapped, the weights have them, and the averages get a copy."""
+        for parameter, average in self._tensors.items():
             source, target = (parameter, average) if self.swapped else (average, parameter)
             target.copy_(source)
         self.swapped = False

@@ -1,8 +1,8 @@
-"""`GroupNumbers`: numbers in an optimizer's groups that its own steps change, such as those of schedule-free ones.
+"""`GroupNumbers`: numbers in an optimizer's groups that its steps change, as schedule-free optimizers do.
 
-They stay Python numbers. Only while a step is traced they are `Traced`: these compute as numbers do, and a `Course`
-notes it. What enters a tensor is an input of the graph. For a replay the course is computed again, of the numbers of
-then. Where a comparison comes out otherwise, the step takes another course, and is traced.
+They stay Python numbers. Only while a step is traced they are `Traced` numbers, whose computations a `Course` records.
+A number that enters a tensor is an input of the graph. A replay computes the course again with the current numbers. If
+a comparison then has another outcome, the step takes another course and is traced.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -19,44 +19,45 @@ from .device_rates import DeviceRates
 from .rates import RUNNING, runs_numbers
 from .traced import Traced
 
-_Place = tuple[int, int, int, str]  # of a number: its step, its optimizer, its group, its key
-_Attached = Sequence[tuple[Optimizer, DeviceRates]]
+_Place = tuple[int, int, int, str]  # where a number is: the step, the optimizer, the group, the key
+Attached = Sequence[tuple[Optimizer, DeviceRates]]
+"""The optimizers with rates on the device, and these rates."""
 
 
 class Course:
-    """What the Python of some steps computes of the groups' numbers, line by line, and what it decides by them."""
+    """A record of what the Python of some steps computes from the groups' numbers, and of its comparisons."""
 
     def __init__(self) -> None:
         self._lines: list[tuple[Any, ...]] = []
         self._known: dict[Hashable, int] = {}
         self.values: list[Any] = []
-        self.used: dict[int, Tensor] = {}  # the numbers that entered tensors, as inputs of the graph, in their order
-        self.results: dict[_Place, int] = {}  # what the groups have in the end
+        self.used: dict[int, Tensor] = {}  # the numbers that entered tensors, as inputs of the graph, in order
+        self.results: dict[_Place, int] = {}  # the groups' final numbers
         self.enter: Callable[[int], Tensor] = lambda index: self.used[index]  # makes a number an input
 
     def number(self, source: Any, value: float) -> Traced:
-        """Note a number of a group, or one that never changes, whose source it is itself."""
+        """Record a number of a group, whose source is its place, or a constant, whose source is its value."""
         return Traced(self, self._line((None, type(source), source, None), lambda: value))
 
-    def computed(self, function: Callable[[Any, Any], Any], *operands: Any) -> Traced:
-        """Compute a number of others."""
+    def compute(self, function: Callable[[Any, Any], Any], *operands: Any) -> Traced:
+        """Compute and record a function of two numbers."""
         at = [self._index(operand) for operand in operands]
         left, right = (self.values[i] for i in at)
         try:
             return Traced(self, self._line((function, None, *at), lambda: function(left, right)))
-        except ArithmeticError:  # which the optimizer may catch
+        except ArithmeticError:  # recorded, because the optimizer may catch it
             self._check((function, ArithmeticError, *at))
             raise
 
-    def decided(self, function: Callable[[Any, Any], bool], *operands: Any) -> bool:
-        """Compare two numbers; the course is another where this comes out otherwise."""
+    def compare(self, function: Callable[[Any, Any], bool], *operands: Any) -> bool:
+        """Compare two numbers and record the outcome; with another outcome, steps take another course."""
         left, right = (self._index(operand) for operand in operands)
         outcome = function(self.values[left], self.values[right])
         self._check((function, outcome, left, right))
         return outcome
 
-    def again(self, numbers: dict[_Place, float]) -> list[Any] | None:
-        """Compute all of it of other numbers; None if they take another course."""
+    def recompute(self, numbers: dict[_Place, float]) -> list[Any] | None:
+        """Compute the course with other numbers; None if these take another course."""
         values: list[Any] = []
         for function, kind, left, right in self._lines:
             if function is None:
@@ -98,18 +99,20 @@ class GroupNumbers:
         self._numbers: dict[_Place, float] = {}
         self._course = Course()  # of the last trace
         self._running: list[tuple[int, Optimizer, DeviceRates]] = []
-        # Of the steps that come next.
+        # Of the next steps.
         self._base: Hashable = None
         self._at = 0  # the number of their course
-        self._sent: list[float] = []  # the numbers that were sent for it
+        self._sent: list[float] = []  # the numbers that were sent for this course
         self._results: dict[_Place, float] = {}
         self._inputs: list[Tensor] = []
         self._first = 0  # the first of the inputs that are numbers
 
-    def find(self, key: Hashable, attached: _Attached, placement: Placement) -> tuple[tuple[int, ...], list[Tensor]]:
-        """Find the course that the next steps take: its part of their graph's key, and the inputs that it adds.
+    def find(self, key: Hashable, attached: Attached, placement: Placement) -> tuple[tuple[int, ...], list[Tensor]]:
+        """Find the course that the next steps take.
 
-        Nothing is known of a course before its first trace, which adds its inputs itself.
+        Returns:
+            The course's part of the graph's key, and the inputs that it adds: none before its first trace, which adds
+            the inputs itself.
         """
         self._running = [(i, *pair) for i, pair in enumerate(attached) if runs_numbers(pair[0])]
         self._placement = placement
@@ -128,7 +131,7 @@ class GroupNumbers:
         self._base = key
         courses = self._courses.setdefault(key, [])
         for self._at, course in enumerate(courses):
-            values = course.again(self._numbers)
+            values = course.recompute(self._numbers)
             if values is not None:
                 self._results = {place: values[index] for place, index in course.results.items()}
                 self._sent = [values[index] for index in course.used]
@@ -139,9 +142,10 @@ class GroupNumbers:
 
     @contextmanager
     def in_steps(self, inputs: list[Tensor]) -> Iterator[Callable[[int], None]]:
-        """A context in which steps are traced, whose graph's `inputs` end in those of the course.
+        """A context for tracing steps, at whose end the groups get their numbers back.
 
-        It gives a function that tells the groups which step comes; the groups get their numbers back.
+        The graph's `inputs` end with the inputs of the course. The context yields a function to call with the number
+        of each step before it runs.
         """
         if not self._running:
             yield lambda step: None
@@ -174,7 +178,7 @@ class GroupNumbers:
                 group.update(values)
 
     def _enter(self, index: int) -> Tensor:
-        """Give a number of the course as an input of the graph."""
+        """Return a number of the course as an input of the graph."""
         course = self._course
         at = len(self._course.used)
         if index not in course.used:
@@ -186,17 +190,17 @@ class GroupNumbers:
                 self._inputs.append(course.used[index])
         return course.used[index]
 
-    def traced(self) -> None:
-        """Note that the steps have been traced, and have run: the groups get the numbers that they leave."""
+    def note_trace(self) -> None:
+        """Note that the steps have been traced and run: give the groups their new numbers."""
         if self._running:
             course = self._course
             courses = self._courses[self._base]
             courses[self._at :] = [course, *courses[self._at + 1 :]]
             self._results = {place: course.values[index] for place, index in course.results.items()}
-            self.replayed()
+            self.note_replay()
 
-    def replayed(self) -> None:
-        """Note that the steps have run without their Python: the groups get the numbers that it would leave."""
+    def note_replay(self) -> None:
+        """Note that the steps have run without their Python: give the groups the numbers that it would have set."""
         for i, optimizer, _ in self._running:
             for j, group in enumerate(optimizer.param_groups):
                 group.update({n: value for (_, o, g, n), value in self._results.items() if (o, g) == (i, j)})

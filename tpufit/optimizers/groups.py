@@ -1,4 +1,4 @@
-"""Groups of parameters: those without weight decay, and a learning rate by depth."""
+"""Parameter groups: exclusion from weight decay, and learning rates by depth."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, few, require_number, short_repr
-from ..utils.blocks import outermost, repeated
+from ..errors import ArgumentError, join_few, require_number, short_repr
+from ..utils.blocks import find_repeated_blocks, keep_outermost
 
 ExcludeArgument: TypeAlias = "bool | str | Sequence[str] | None"
 
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """The options of `Model.compile` for groups of parameters.
+    """The options of `Model.compile` for parameter groups.
 
     Raises:
-        ArgumentError: A value is of the wrong kind, or out of range.
+        ArgumentError: A value has the wrong type, or is out of range.
     """
 
     exclude: ExcludeArgument = None  # `exclude_from_weight_decay`
@@ -48,13 +48,13 @@ class GroupConfig:
 
     @property
     def wanted(self) -> bool:
-        """True if there is anything to do."""
+        """True if an option is set."""
         return self._excludes or self.layer_decay is not None
 
     def split(self, optimizer: Optimizer, module: nn.Module) -> None:
-        """Split the groups of an optimizer, which has taken no step, by what their parameters are to have in common.
+        """Split the groups of an optimizer, before its first step, by weight decay and rate.
 
-        The first group then holds parameters with the whole rate, and weight decay if any have it.
+        The first group then has parameters with the full rate, with weight decay if possible.
 
         Raises:
             ArgumentError: The optimizer has no weight decay, a pattern matches nothing, or there are no blocks.
@@ -63,8 +63,8 @@ class GroupConfig:
             raise ArgumentError(
                 f"exclude_from_weight_decay: {type(optimizer).__name__} has no weight decay; leave it out"
             )
-        excluded = self._excluded(module)
-        scales = self._scales(module)
+        excluded = self._find_excluded(module)
+        scales = self._compute_scales(module)
         groups = []
         for group in optimizer.param_groups:
             parts: dict[tuple[float, bool], list[nn.Parameter]] = {}
@@ -75,7 +75,7 @@ class GroupConfig:
                 groups.append(group | options | {"params": parts[scale, decays]})
         optimizer.param_groups[:] = groups
 
-    def _excluded(self, module: nn.Module) -> set[int]:
+    def _find_excluded(self, module: nn.Module) -> set[int]:
         """Return the `id`s of the parameters without weight decay."""
         named = dict(module.named_parameters())
         if self.exclude is True:
@@ -84,27 +84,27 @@ class GroupConfig:
             if not any(fnmatchcase(name, pattern) for name in named):
                 raise ArgumentError(
                     f"exclude_from_weight_decay names {pattern!r}, but {type(module).__name__} has no such parameter; "
-                    f"it has {few([*named]) or 'none'}"
+                    f"it has {join_few([*named]) or 'none'}"
                 )
         return {id(p) for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in self._patterns)}
 
-    def _scales(self, module: nn.Module) -> dict[int, float]:
-        """Return the factor of each parameter's rate, by its `id`: what comes before the blocks has the least."""
+    def _compute_scales(self, module: nn.Module) -> dict[int, float]:
+        """Return the factor of each parameter's rate, by `id`: parameters before the blocks have the smallest."""
         if self.layer_decay is None:
             return {}
-        blocks = outermost(repeated(module))
+        blocks = keep_outermost(find_repeated_blocks(module))
         if not blocks:
             raise ArgumentError(
-                f"layer_decay goes by the blocks that {type(module).__name__} repeats, as a ModuleList or Sequential "
-                "of several layers of one class, and finds none: give the optimizer groups with rates of their own"
+                f"layer_decay looks for blocks that {type(module).__name__} repeats, as a ModuleList or Sequential "
+                "of several layers of one class, and finds none: give the optimizer groups with different rates"
             )
         depth = 0
-        found = {}
+        scales = {}
         for name, parameter in module.named_parameters():
-            own = next((i for i, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
-            if own is None:  # between two blocks it counts to the first one
+            block_depth = next((i for i, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
+            if block_depth is None:  # a parameter between two blocks has the depth of the first
                 depth += depth == len(blocks)
             else:
-                depth = own
-            found[id(parameter)] = self.layer_decay ** (len(blocks) + 1 - depth)
-        return found
+                depth = block_depth
+            scales[id(parameter)] = self.layer_decay ** (len(blocks) + 1 - depth)
+        return scales

@@ -1,4 +1,4 @@
-"""`HostCounters`: the counts of optimizers that stay on the host."""
+"""`HostCounters`: the step counters of optimizers that stay on the host."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 
 class HostCounters:
-    """The numbers of optimizers' state that stay on the host, mostly counts of steps.
+    """The numbers in optimizers' state that stay on the host, mostly step counters.
 
-    A replay runs no Python, which would move them on. They are moved on afterwards, by as much as a trace did.
+    A replay runs no Python that would advance them, so they are advanced afterwards, by as much as the trace did.
     """
 
     def __init__(self) -> None:
@@ -20,9 +20,9 @@ class HostCounters:
         self._replayed: Counter[Hashable] = Counter()
 
     @contextmanager
-    def traced(self, key: Hashable, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-        """A context in which a step's Python runs: a replay must add to the numbers as much as it does."""
-        self.catch_up()  # a replay's share, added inside, would count as the trace's
+    def tracing(self, key: Hashable, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """A context for tracing a step, which notes how much the step's Python adds to each number."""
+        self.catch_up()  # before the trace, whose additions would otherwise include those of replays
         optimizers = list(optimizers)
         before = {(id(state), name): value for state, name, value in _host_numbers(optimizers)}
         yield
@@ -30,8 +30,8 @@ class HostCounters:
         self._by_step[key] = [(state, name, value) for state, name, value in added if value]
 
     @contextmanager
-    def untouched(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-        """A context in which a step's Python runs for nothing: the optimizers' numbers are put back afterwards."""
+    def restoring_numbers(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """A context at whose end the optimizers' numbers are restored, for Python that runs without a step."""
         self.catch_up()
         before = list(_host_numbers(optimizers))
         try:
@@ -43,12 +43,12 @@ class HostCounters:
                 else:
                     state[name] = value
 
-    def replayed(self, key: Hashable) -> None:
-        """Note a replay of a step that has been traced."""
+    def note_replay(self, key: Hashable) -> None:
+        """Count a replay of a traced step."""
         self._replayed[key] += 1
 
     def catch_up(self) -> None:
-        """Move the numbers on by the replays since the last call."""
+        """Advance the numbers by the replays since the last call."""
         for key, times in self._replayed.items():
             for state, name, added in self._by_step[key]:
                 state[name] += times * added

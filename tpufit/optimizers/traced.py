@@ -1,4 +1,4 @@
-"""`Traced`: a number that notes what is computed of it, while a step is traced; see `GroupNumbers`."""
+"""`Traced`: a number whose computations are recorded while a step is traced; see `GroupNumbers`."""
 
 import operator
 from collections.abc import Callable
@@ -8,55 +8,55 @@ from torch import Tensor
 
 
 class Traced(float):
-    """A number of a course; see `GroupNumbers`. Whatever reads it otherwise makes its value a part of the course."""
+    """A number of a course; see `GroupNumbers`. Conversion to a plain number makes its value a part of the course."""
 
     def __new__(cls, course: Any, index: int) -> "Traced":
-        made = super().__new__(cls, course.values[index])
-        made.course = course
-        made.index = index
-        return made
+        number = super().__new__(cls, course.values[index])
+        number.course = course
+        number.index = index
+        return number
 
     course: Any
     index: int
 
     def on_device(self) -> Tensor:
-        """The number as an input of the graph."""
-        found: Tensor = self.course.enter(self.index)
-        return found
+        """Return the number as an input of the graph."""
+        tensor: Tensor = self.course.enter(self.index)
+        return tensor
 
-    def _pinned(self) -> Any:
+    def _pin(self) -> Any:
         value = self.course.values[self.index]
-        self.course.decided(operator.eq, self, value)
+        self.course.compare(operator.eq, self, value)
         return value
 
     def __float__(self) -> float:
-        return float(self._pinned())
+        return float(self._pin())
 
     def __int__(self) -> int:
-        return int(self._pinned())
+        return int(self._pin())
 
     def __bool__(self) -> bool:
-        return bool(self.course.decided(operator.ne, self, 0))
+        return bool(self.course.compare(operator.ne, self, 0))
 
     def __neg__(self) -> Any:
-        return self.course.computed(operator.sub, 0, self)
+        return self.course.compute(operator.sub, 0, self)
 
     def __hash__(self) -> int:
-        return hash(self._pinned())
+        return hash(self._pin())
 
 
 def _arithmetic(function: Callable[[Any, Any], Any], swapped: bool = False) -> Any:
     def method(self: Traced, other: Any) -> Any:
-        if not isinstance(other, (int, float)):  # such as a tensor, which knows what to do with a number
+        if not isinstance(other, (int, float)):  # e.g. a tensor, whose method Python then calls
             return NotImplemented
-        return self.course.computed(function, *((other, self) if swapped else (self, other)))
+        return self.course.compute(function, *((other, self) if swapped else (self, other)))
 
     return method
 
 
 def _comparison(function: Callable[[Any, Any], bool]) -> Any:
     def method(self: Traced, other: Any) -> Any:
-        return self.course.decided(function, self, other) if isinstance(other, (int, float)) else NotImplemented
+        return self.course.compare(function, self, other) if isinstance(other, (int, float)) else NotImplemented
 
     return method
 

@@ -1,19 +1,21 @@
-"""Preflight: a training compiled for a TPU by the TPU's own compiler, libtpu, on a machine that needs no TPU.
+"""Preflight: compiles a training for a TPU with libtpu, the TPU's compiler, on a machine without a TPU.
 
-| file | its idea |
+| file | content |
 | --- | --- |
 | `runs` | from a compiled model and its data to a report |
 | `plan` | the steps that `fit` would run, without values |
-| `pickling` | a training on its way to another process, without the values of its weights |
+| `pickling` | pickles a training for another process, without the values of its weights |
 | `tracing` | the process that traces the steps on virtual cores |
 | `scopes` | names operations by the user's layer and line |
-| `compiling` | the process that compiles programs by libtpu; it imports nothing of tpufit |
-| `children` | runs these processes, whose end is a sentence |
-| `hlo` | reads the text of a program |
-| `analysis` | what a compiled program does |
-| `slices` | TPUs by their names in the cloud |
-| `report` | the result, for people and as JSON |
-| `script` | a user's script, each `fit` of which is compiled instead of run |
+| `compiling` | the process that compiles programs with libtpu; it doesn't import tpufit |
+| `children` | runs these processes, and explains their failures |
+| `hlo` | parses the text of a program |
+| `loops` | counts the iterations of a program's loops |
+| `analysis` | analyses a compiled program |
+| `slices` | TPU slices by their names in the cloud |
+| `report` | the result, as tables and as JSON |
+| `copied_folder` | a copy of the user's folder, which the script may write into |
+| `script` | runs a user's script, and compiles each `fit` instead of running it |
 """
 
 from .report import Comparison, PreflightReport

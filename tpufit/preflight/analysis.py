@@ -1,4 +1,4 @@
-"""`analyse`: what a compiled program does on its TPU, read from the compiler's figures and from both texts of it."""
+"""`analyse`: memory, cost and communication of a compiled program, from the compiler's figures and the HLO texts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import counted, few
+from ..errors import join_few, say_count
 from ..utils.out_of_memory import remedies, shortage
-from ..utils.text import bytes_of, size
+from ..utils.text import parse_bytes, size
 from .hlo import COLLECTIVES, Array, Operation, arguments_of, operations, products_of, scopes_of
 from .loops import Loops
 from .slices import Slice
@@ -22,8 +22,8 @@ _WIDE = ("f64", "s64", "u64", "c128")
 _WITHOUT_WORK = ("parameter", "tuple", "get-tuple-element", "reshape")
 _BY_SUMS = "all-gather by sums"
 _GATHERS = ("all-gather", "all-to-all", "collective-permute", _BY_SUMS)
-_WASTED = 1 << 24  # bytes of padding that are worth a word
-# What the compiler says of one array that is larger than all memory.
+_WASTED = 1 << 24  # bytes of padding from which a warning is given
+# The compiler's message about a single array that is larger than the memory.
 _ONE_TOO_LARGE = re.compile(r"Allocation \(size=\d+\) would exceed memory .*?shape = '([^'{]*)")
 _HLO_TEMP = re.compile(r"HLO temp\s+([\d.]+[KMGT]?)")
 _ALLOCATION = re.compile(r"Size: ([\d.]+[KMGT]?)\s*\n(?:\s+Operator: (.*)\n)?\s+Shape: (\S+)")
@@ -38,10 +38,10 @@ class Memory:
         optimizer: The optimizer's state, and other state of training.
         batch: The core's rows of the batch.
         other: Sums, rates and constants.
-        outputs: The results that are not written over an argument.
-        temporaries: Activations, gradients and whatever else lives only in the step.
+        outputs: The results that don't overwrite an argument.
+        temporaries: Activations, gradients and other values that exist only within the step.
         code: The program itself.
-        needed: The compiler's sum of all, if it ran out of memory; else 0, and the parts are the sum.
+        needed: The compiler's total, if the program ran out of memory; else 0, and the total is the sum of the parts.
     """
 
     weights: int = 0
@@ -55,26 +55,26 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The parts by name, as far as the compiler tells."""
+        """The parts by name, as far as the compiler reports them."""
         return {name: value for name, value in vars(self).items() if name != "needed"}
 
     @property
     def total(self) -> int:
-        """The sum."""
+        """The total, in bytes."""
         return self.needed or sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The work of a core in a step, as the compiler counts it, and that of kernels, as tpufit does.
+    """The work of a core in a step: the compiler's counts, plus tpufit's counts for kernels.
 
     Attributes:
-        flops: The operations that it computes.
-        nbytes: The bytes that it reads and writes in its memory.
-        cycles: The estimate of its cycles, without the time on the links between chips.
-        kernels: The number of kernels in it that the compiler counts nothing of, such as flash attention.
-        of_kernels: The cycles among all that are theirs, an estimate of tpufit's own, see `TPU.cycles_of`.
-        loops: The number of loops whose turns aren't known, so that what is in them counts once.
+        flops: The number of operations.
+        nbytes: The bytes that the core reads and writes in its memory.
+        cycles: The estimated cycles, without the time on the links between chips.
+        kernels: The number of kernels for which the compiler has no counts, such as flash attention.
+        of_kernels: The part of `cycles` for kernels, estimated by tpufit, see `TPU.cycles_of`.
+        loops: The number of loops whose number of iterations is unknown, so that their bodies count once.
     """
 
     flops: float = 0.0
@@ -90,11 +90,11 @@ class Collective:
     """Communication between cores, of one kind and layer.
 
     Attributes:
-        kind: E.g. `"all-reduce"`; `"all-gather by sums"` if it adds up each core's rows among zeros for the others'.
+        kind: E.g. `"all-reduce"`; `"all-gather by sums"` for a sum of arrays in which each core has set only its rows.
         where: The layer, with the user's line.
-        count: The number of them in a step.
-        nbytes: The size of their results, in bytes.
-        of_weights: True if it puts together weights that are split over the cores, or parts their gradients.
+        count: The number of these operations in a step.
+        nbytes: The total size of their results, in bytes.
+        of_weights: True if it gathers weights that are split over the cores, or scatters their gradients.
     """
 
     kind: str
@@ -105,39 +105,38 @@ class Collective:
 
     @property
     def adds(self) -> bool:
-        """True if it adds up, for which each byte is sent twice."""
+        """True if the operation sums, for which each byte is sent twice."""
         return self.kind not in (*_GATHERS, "reduce-scatter")
 
     @property
     def said_of(self) -> str:
-        """What it is of, in words for people: split weights or their gradients; nothing if it is of something else."""
+        """A phrase for reports: " of weights", " of gradients", or "" for other data."""
         return "" if not self.of_weights else " of gradients" if self.adds else " of weights"
 
     @property
     def gathers(self) -> bool:
-        """True if it brings rows to other cores, where sums are enough to train."""
+        """True if it moves rows to other cores, though training needs only sums."""
         return self.kind in _GATHERS and not self.of_weights
 
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A program that a `fit` needs, as a TPU's compiler sees it.
+    """A program that a `fit` needs, as compiled for a TPU.
 
     Attributes:
         role: `"train"` or `"eval"`.
         cause: The reason why it is needed.
         rows: The rows of its batches, on all cores.
         steps: The number of steps that it joins.
-        seconds: The seconds that it took to compile, here.
+        seconds: The duration of its compilation on this machine, in seconds.
         fits: True if it fits into the memory of a core.
         memory: The memory of a core that it needs.
         cost: The work of a core; all zero if the program doesn't fit.
-        layers: The estimated cycles by phase and layer of the user's, the most first.
+        layers: The estimated cycles by phase and user's layer, in descending order.
         collectives: The communication between cores.
-        warnings: What is wrong with it, in sentences, by its kind: `"memory"`, `"gathers"`, `"float32"`, `"64-bit"`,
-            `"padding"`.
-        text: The optimised program; without one the compiler's own words.
-        attention: How each layer's attention is computed, by its name: `"flash"`, or `"plain"` with the reason.
+        warnings: Problems, in sentences, by kind: `"memory"`, `"gathers"`, `"float32"`, `"64-bit"`, `"padding"`.
+        text: The optimised program; the compiler's error if there is none.
+        attention: The form of each layer's attention, by the layer's name: `"flash"`, or `"plain"` with the reason.
     """
 
     role: str
@@ -158,27 +157,31 @@ class CompiledProgram:
 def analyse(
     traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str, after: str, on: Slice
 ) -> CompiledProgram:
-    """Analyse a program: what its trace and the compiler tell of it, and its text, as traced and as compiled.
+    """Analyse a program.
 
-    The trace's facts are role, cause, rows, arguments, lines and precision. The text `after` is empty if it wasn't
-    compiled.
+    Args:
+        traced: The facts of its trace, such as role, cause, rows, arguments, lines and precision.
+        compiled: The compiler's figures, or its error.
+        before: The text of the program as traced.
+        after: The text of the program as compiled; "" if it wasn't compiled.
+        on: The slice.
 
     Raises:
-        ValueError: The compiler has refused it for another reason than memory; its words are the error's.
+        ValueError: The compiler has refused the program for a reason other than memory; the message is the compiler's.
     """
     plain = {name: traced[name] for name in ("role", "cause", "rows", "steps")} | {"seconds": compiled["seconds"]}
     if "error" in compiled:
-        words = compiled["error"]
-        used = _used(words)
+        error = compiled["error"]
+        used = _parse_memory(error)
         if used is None:
-            raise ValueError(words)
-        held = _arguments(traced, [_of_a_core(argument, on.devices) for argument in traced["arguments"]])
-        temporary = _HLO_TEMP.search(words)
-        temporaries = bytes_of(temporary[1]) if temporary else 0
-        memory = Memory(**held, temporaries=temporaries, needed=used[0])
-        said = too_large(words, on, held["weights"] + held["optimizer"], traced)
-        return CompiledProgram(**plain, fits=False, memory=memory, warnings={"memory": said}, text=words)
-    own = list(operations(after))
+            raise ValueError(error)
+        arguments = _arguments(traced, [_bytes_per_core(argument, on.devices) for argument in traced["arguments"]])
+        temporary = _HLO_TEMP.search(error)
+        temporaries = parse_bytes(temporary[1]) if temporary else 0
+        memory = Memory(**arguments, temporaries=temporaries, needed=used[0])
+        message = explain_too_large(error, on, arguments["weights"] + arguments["optimizer"], traced)
+        return CompiledProgram(**plain, fits=False, memory=memory, warnings={"memory": message}, text=error)
+    compiled_operations = list(operations(after))
     loops = Loops(after)
     layouts = arguments_of(after)
     stats = compiled["memory"]
@@ -191,9 +194,11 @@ def analyse(
     layers: Counter[tuple[str, str]] = Counter()
     kernels = 0
     of_kernels = 0
-    # The compiler's figures, which take the body of a loop once, and nothing of kernels.
-    flops, nbytes = (compiled[name] + loops.beyond_once(compiled.get("loops", {}), name) for name in ("flops", "bytes"))
-    for operation, _ in own:
+    # The compiler's figures count the body of a loop once, and omit kernels.
+    flops, nbytes = (
+        compiled[name] + loops.count_repeats(compiled.get("loops", {}), name) for name in ("flops", "bytes")
+    )
+    for operation, _ in compiled_operations:
         turns = loops.turns.get(operation.computation, 1)
         cycles = turns * operation.cycles
         if operation.kernel is not None:
@@ -205,7 +210,9 @@ def analyse(
         if cycles:
             layers[operation.phase, operation.layer] += cycles
     shapes = _split_shapes(traced, on.devices)
-    collectives = _collectives([operation for operation, _ in own], traced["lines"], shapes, loops.turns)
+    collectives = _collectives(
+        [operation for operation, _ in compiled_operations], traced["lines"], shapes, loops.turns
+    )
     return CompiledProgram(
         **plain,
         fits=True,
@@ -214,48 +221,48 @@ def analyse(
         attention=traced.get("attention", {}),
         layers=dict(layers.most_common()),
         collectives=collectives,
-        warnings=_gathered(collectives)
-        | _of_trace([operation for operation, _ in operations(before)], traced)
-        | _padded(traced, own, layouts),
+        warnings=_warn_of_gathers(collectives)
+        | _warn_of_dtypes([operation for operation, _ in operations(before)], traced)
+        | _warn_of_padding(traced, compiled_operations, layouts),
         text=after,
     )
 
 
-def where(layer: str, line: int | None = None, lines: Sequence[str] = ()) -> str:
-    """The place of an operation for people: the user's layer and, if its index is known, the user's line."""
+def describe_place(layer: str, line: int | None = None, lines: Sequence[str] = ()) -> str:
+    """Return the place of an operation for reports: the user's layer and, if its index is known, the user's line."""
     return " at ".join(part for part in (layer, "" if line is None else lines[line]) if part) or "the step"
 
 
-def too_large(words: str, on: Slice, held: int, traced: Mapping[str, Any]) -> str:
-    """The compiler's own account of too large a program, in sentences: how much, what is largest, and what to try.
+def explain_too_large(error: str, on: Slice, state: int, traced: Mapping[str, Any]) -> str:
+    """Explain the compiler's error about too large a program: how much it needs, the largest arrays, and what to try.
 
-    `held` are the bytes of weights and optimizer state on a core, whatever the batch.
+    `state` is the number of bytes of weights and optimizer state on a core, which doesn't depend on the batch.
     """
-    used = _used(words)
+    used = _parse_memory(error)
     assert used is not None
     needs, has = used
     groups: Counter[str] = Counter()
     places: dict[str, list[str]] = {}  # the layers of each kind of array
-    for nbytes, operator, shape in _ALLOCATION.findall(words):
+    for nbytes, operator, shape in _ALLOCATION.findall(error):
         array = shape.partition("{")[0]
-        groups[array] += bytes_of(nbytes)
+        groups[array] += parse_bytes(nbytes)
         scopes = scopes_of(operator)
         places.setdefault(array, []).append(scopes[-1][1] if scopes else "the step")
-    one = _ONE_TOO_LARGE.search(words)
-    most = [f"{one[1]} alone"] if one else []
+    single = _ONE_TOO_LARGE.search(error)
+    most = [f"{single[1]} alone"] if single else []
     most += [
-        f"{len(places[array])} x {array} of {few(sorted(set(places[array])))} ({size(nbytes)})"
+        f"{len(places[array])} x {array} of {join_few(sorted(set(places[array])))} ({size(nbytes)})"
         for array, nbytes in groups.most_common(3)
     ]
     rows = -(-traced["rows"] // traced["steps"] // on.devices)
     split = any(one["source"] == "state" and one["axis"] is not None for one in traced["arguments"])
     training = traced["role"] == "train"
-    cures = remedies(held, needs, rows, on.devices, split, traced["remat"]) if training else ["a smaller batch_size"]
-    if held > has:
+    cures = remedies(state, needs, rows, on.devices, split, traced["remat"]) if training else ["a smaller batch_size"]
+    if state > has:
         # Fewer rows don't help.
         cures = cures[: not split and on.devices > 1]
         cures += ["a TPU with more memory a core", "an optimizer with less state (SGD)", "precision='bf16-true'"]
-        cure = "The weights and the optimizer's state alone are too large, whatever the batch. "
+        cure = "The weights and the optimizer's state alone are too large, with any batch. "
     else:
         cure = ""
     cure += f"Try {', or '.join(cures or ['a TPU with more memory a core'])}"
@@ -263,25 +270,25 @@ def too_large(words: str, on: Slice, held: int, traced: Mapping[str, Any]) -> st
     return f"it needs {size(needs)} of a core's {size(has)}, {size(needs - has)} too much. {largest}{cure}"
 
 
-def _used(words: str) -> tuple[int, int] | None:
-    """The bytes that a program needs, and those that there are, by the compiler's error; None if it is another one."""
-    said = shortage(words)
-    return (bytes_of(said.needs), bytes_of(said.has)) if said.needs else None
+def _parse_memory(error: str) -> tuple[int, int] | None:
+    """Return the needed and the available bytes from the compiler's error; None for an error of another kind."""
+    found = shortage(error)
+    return (parse_bytes(found.needs), parse_bytes(found.has)) if found.needs else None
 
 
 def _arguments(traced: Mapping[str, Any], nbytes: Sequence[int]) -> dict[str, int]:
-    """The sizes of a program's arguments on a core, by their kind."""
+    """Return the sizes of a program's arguments on a core, by their kind."""
     sizes = dict.fromkeys(("weights", "optimizer", "batch", "other"), 0)
-    for argument, own in zip(traced["arguments"], nbytes, strict=True):
+    for argument, argument_bytes in zip(traced["arguments"], nbytes, strict=True):
         kind = {"state": "weights" if argument["name"] else "optimizer", "input": "batch"}.get(
             argument["source"], "other"
         )
-        sizes[kind] += own
+        sizes[kind] += argument_bytes
     return sizes
 
 
-def _of_a_core(argument: Mapping[str, Any], cores: int) -> int:
-    """The bytes of an argument that one core holds, as far as they are known without the compiler's layout."""
+def _bytes_per_core(argument: Mapping[str, Any], cores: int) -> int:
+    """Return the bytes of an argument on one core, as far as they are known without the compiler's layout."""
     axis = argument["axis"]
     shape = argument["shape"]
     nbytes = int(argument["nbytes"])
@@ -292,7 +299,7 @@ def _of_a_core(argument: Mapping[str, Any], cores: int) -> int:
 
 
 def _split_shapes(traced: Mapping[str, Any], cores: int) -> set[tuple[int, ...]]:
-    """The shapes in which weights that are split over the cores travel between them: whole, and one or two parts."""
+    """Return the shapes in which split weights travel between cores: whole, and one or two parts."""
     shapes = set()
     for argument in traced["arguments"]:
         axis = argument.get("axis")
@@ -300,35 +307,35 @@ def _split_shapes(traced: Mapping[str, Any], cores: int) -> set[tuple[int, ...]]
             shape = list(argument["shape"])
             part = math.ceil(shape[axis] / cores)
             for size_of_axis in (shape[axis], part, 2 * part, part * cores):
-                shapes.add(_in_any_order([*shape[:axis], size_of_axis, *shape[axis + 1 :]]))
+                shapes.add(_ignore_order([*shape[:axis], size_of_axis, *shape[axis + 1 :]]))
     return shapes
 
 
-def _in_any_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape as it is for any order of its dimensions, as compilers transpose."""
+def _ignore_order(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape independent of the order of its dimensions, because compilers transpose."""
     return tuple(sorted(size for size in shape if size > 1))
 
 
 def _collectives(
-    own: Sequence[Operation],
+    compiled: Sequence[Operation],
     lines: Sequence[str],
     split: Collection[tuple[int, ...]] = (),
     turns: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Collective]:
-    """The communication between cores. One may stand in several parts of the text, with one number."""
-    made = {operation.name: operation for operation in own}
-    found: dict[tuple[str, int | str], Operation] = {}
-    for operation in own:
+    """Return the communication between cores. One operation may occur several times in the text, with one channel."""
+    by_name = {operation.name: operation for operation in compiled}
+    unique: dict[tuple[str, int | str], Operation] = {}
+    for operation in compiled:
         for kind in COLLECTIVES:
             if operation.kind in (kind, f"{kind}-start"):
-                kind = _BY_SUMS if kind == "all-reduce" and _adds_rows(operation, made) else kind
-                found.setdefault((kind, operation.channel or operation.name), operation)
+                kind = _BY_SUMS if kind == "all-reduce" and _adds_rows(operation, by_name) else kind
+                unique.setdefault((kind, operation.channel or operation.name), operation)
     counts: Counter[tuple[str, str, bool]] = Counter()
     sizes: Counter[tuple[str, str, bool]] = Counter()
-    for (kind, _), operation in found.items():
+    for (kind, _), operation in unique.items():
         layer = f"{operation.layer} ({operation.phase})" if operation.phase == "backward" else operation.layer
-        of_weights = all(_in_any_order(a.shape) in split for a in operation.arrays if math.prod(a.shape) > 1)
-        place = kind, where(layer, operation.line, lines), bool(split) and of_weights
+        of_weights = all(_ignore_order(a.shape) in split for a in operation.arrays if math.prod(a.shape) > 1)
+        place = kind, describe_place(layer, operation.line, lines), bool(split) and of_weights
         times = turns.get(operation.computation, 1)
         counts[place] += times
         sizes[place] += times * operation.nbytes
@@ -338,46 +345,46 @@ def _collectives(
     ]
 
 
-def _adds_rows(operation: Operation, made: Mapping[str, Operation]) -> bool:
-    """True if what is added up between cores was first put among zeros, at a place of each core's own.
+def _adds_rows(operation: Operation, by_name: Mapping[str, Operation]) -> bool:
+    """True if the operands of a sum over cores are zeros except for each core's own rows.
 
-    The partitioner makes such sums by itself, so that they come from no line of the user's. Those whose rows are put in
-    place inside of a fusion are not known from others.
+    The partitioner inserts such sums itself, so they have no user's line. They aren't recognised if a fusion inserts
+    the rows.
     """
     if operation.phase:
         return False
     for name in operation.operands:
-        while name in made and made[name].kind == "bitcast":
-            name = made[name].operands[0]
+        while name in by_name and by_name[name].kind == "bitcast":
+            name = by_name[name].operands[0]
         if "dynamic-update-slice" in name:
             return True
     return False
 
 
-def _gathered(collectives: Sequence[Collective]) -> dict[str, str]:
+def _warn_of_gathers(collectives: Sequence[Collective]) -> dict[str, str]:
     gathers = [one for one in collectives if one.gathers]
     if not gathers:
         return {}
     total = sum(one.nbytes for one in gathers)
     count = sum(one.count for one in gathers)
     most = "; ".join(f"{one.where} ({one.kind}, {size(one.nbytes)})" for one in gathers[:3])
-    times = counted(count, "time")
+    times = say_count(count, "time")
     return {"gathers": f"rows travel between cores, {times} and {size(total)} a step, where sums would do: {most}"}
 
 
-def _of_trace(traced_operations: Sequence[Operation], traced: Mapping[str, Any]) -> dict[str, str]:
-    """What the trace itself has: products in float32 where bfloat16 was meant, and types that a TPU emulates."""
+def _warn_of_dtypes(traced_operations: Sequence[Operation], traced: Mapping[str, Any]) -> dict[str, str]:
+    """Warn of float32 products in a bfloat16 precision, and of types that a TPU emulates."""
     found: dict[str, str] = {}
     lines = traced["lines"]
     products = [o for o, multiplied in products_of(traced_operations) if multiplied == "f32"]
     if traced["precision"] != "fp32" and products:
-        places = Counter(where(o.layer, o.line, lines) for o in products)
+        places = Counter(describe_place(o.layer, o.line, lines) for o in products)
         most = ", ".join(place for place, _ in places.most_common(3))
         found["float32"] = (
-            f"{counted(len(products), 'matrix product')} in float32, with precision={traced['precision']!r}: {most}"
+            f"{say_count(len(products), 'matrix product')} in float32, with precision={traced['precision']!r}: {most}"
         )
     wide = {
-        o.name: (array, where(o.layer, o.line, lines))
+        o.name: (array, describe_place(o.layer, o.line, lines))
         for o in traced_operations
         for array in o.arrays
         if array.dtype in _WIDE and math.prod(array.shape) > 1 and o.kind not in _WITHOUT_WORK
@@ -385,27 +392,29 @@ def _of_trace(traced_operations: Sequence[Operation], traced: Mapping[str, Any])
     largest = sorted(wide.values(), key=lambda pair: pair[0].nbytes, reverse=True)
     if largest:
         most = ", ".join(f"{array} of {place}" for array, place in list(dict.fromkeys(largest))[:3])
-        found["64-bit"] = f"{counted(len(wide), 'array')} of 64-bit types, which a TPU emulates: {most}"
+        found["64-bit"] = f"{say_count(len(wide), 'array')} of 64-bit types, which a TPU emulates: {most}"
     return found
 
 
-def _padded(
-    traced: Mapping[str, Any], own: Sequence[tuple[Operation, bool]], layouts: Sequence[Array]
+def _warn_of_padding(
+    traced: Mapping[str, Any], compiled: Sequence[tuple[Operation, bool]], layouts: Sequence[Array]
 ) -> dict[str, str]:
-    """Arrays that are much larger in the TPU's memory than their values, because their dimensions fill no tile."""
+    """Warn of arrays that are much larger in the TPU's memory than their values, because they are padded to tiles."""
     named = [
         (array.padded - array.nbytes, f"{argument['name'] or argument['source']} {array}")
         for argument, array in zip(traced["arguments"], layouts, strict=True)
     ]
     made = [
-        (array.padded - array.nbytes, f"{array} of {where(operation.layer)}")
-        for operation, entry in own
+        (array.padded - array.nbytes, f"{array} of {describe_place(operation.layer)}")
+        for operation, entry in compiled
         if entry and operation.kind in ("fusion", *_PRODUCTS)
         for array in operation.arrays
     ]
     largest = sorted(dict.fromkeys(waste for waste in (*named, *made) if waste[0] >= _WASTED), reverse=True)
     if not largest:
         return {}
-    most = ", ".join(f"{what} ({size(waste)})" for waste, what in largest[:3])
-    said = f"arrays are filled up to whole tiles of (8, 128) with unused memory: {most}. Choose widths of whole 128s"
-    return {"padding": said}
+    most = ", ".join(f"{name} ({size(waste)})" for waste, name in largest[:3])
+    message = (
+        f"arrays are padded to whole tiles of (8, 128): {most} are unused. Choose widths that are multiples of 128"
+    )
+    return {"padding": message}

@@ -1,7 +1,7 @@
-"""Compiles programs for a TPU that isn't there, by libtpu, in a process of its own: `python compiling.py FOLDER JOB`.
+"""Compiles programs for an absent TPU with libtpu, in a separate process: `python compiling.py FOLDER JOB`.
 
-It stands alone, without PyTorch and the rest of tpufit: libtpu may end the process, and takes its memory and seconds.
-For each program of the job it writes `NUMBER.SLICE.json`, and the optimised program beside it as text.
+It imports neither PyTorch nor the rest of tpufit, because libtpu may crash the process, and needs memory and time. For
+each program of the job it writes `NUMBER.SLICE.json`, and the optimised program as text.
 """
 
 import json
@@ -12,68 +12,99 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Without these libtpu looks for the TPU of this host: it asks the cloud's metadata server, and waits for its answer.
+# Without these variables libtpu looks for this host's TPU: it asks the cloud's metadata server, and waits.
 NO_HOST = {
     "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so that others may use it meanwhile
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so other processes may use them
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "JAX_PLATFORMS": "cpu",
 }
-# What torch_xla starts a TPU with, see torch_xla/__init__.py.
-_FLAGS = (
+# The flags with which torch_xla starts a TPU, see torch_xla/__init__.py.
+FLAGS = (
     "--xla_tpu_use_enhanced_launch_barrier=false --xla_latency_hiding_scheduler_rerun=1 "
     "--xla_tpu_prefer_async_allgather_to_allreduce=true --xla_tpu_enable_flash_attention=false"
 )
 
 
-def annotated(hlo: bytes, arguments: list[dict[str, Any]], cores: int) -> bytes:
-    """The program as MLIR, with the layout of each argument over the cores, and its leave to write over it."""
+def hlo_names() -> Any:
+    """Return JAX's module for HLO, which is a separate module in newer releases."""
+    from jax._src.lib import xla_client
+
+    try:
+        from jaxlib import _hlo
+    except ImportError:
+        return xla_client._xla
+    return _hlo
+
+
+def is_stablehlo(program: bytes) -> bool:
+    """True for a program as StableHLO text, from torch_tpu; False for XLA's proto, from torch_xla."""
+    return program.startswith(b"module ")
+
+
+def annotate(program: bytes, arguments: list[dict[str, Any]], cores: int) -> Any:
+    """Return the program as MLIR, and annotate arguments with their sharding and donation.
+
+    StableHLO from torch_tpu already has both.
+    """
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
 
-    text = xla_client._xla.mlir.xla_computation_to_mlir_module(xla_client._xla.XlaComputation(hlo))
+    text = (
+        program
+        if is_stablehlo(program)
+        else xla_client._xla.mlir.xla_computation_to_mlir_module(hlo_names().XlaComputation(program))
+    )
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
         main: Any
         (main,) = (op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
         shapes = [list(ir.RankedTensorType(argument.type).shape) for argument in main.arguments]
         if shapes != [argument["shape"] for argument in arguments]:
-            raise SystemExit("the program's arguments are not those that were traced")
+            raise SystemExit("the program's arguments differ from the traced arguments")
         attributes = []
-        for argument in arguments:
-            own: dict[str, Any] = {"jax.buffer_donor": ir.BoolAttr.get(True)} if argument["donated"] else {}
+        for argument in () if is_stablehlo(program) else arguments:
+            attribute: dict[str, Any] = {"jax.buffer_donor": ir.BoolAttr.get(True)} if argument["donated"] else {}
             if cores > 1:
-                own["mhlo.sharding"] = ir.StringAttr.get(sharding(argument, cores))
-            attributes.append(ir.DictAttr.get(own))
-        main.arg_attrs = ir.ArrayAttr.get(attributes)
-        code: bytes = mlir.module_to_bytecode(module)
-        return code
+                attribute["mhlo.sharding"] = ir.StringAttr.get(sharding(argument, cores))
+            attributes.append(ir.DictAttr.get(attribute))
+        if attributes:
+            main.arg_attrs = ir.ArrayAttr.get(attributes)
+        # Newer releases of JAX compile the module itself.
+        return module if hlo_names() is not xla_client._xla else mlir.module_to_bytecode(module)
 
 
-def as_text(hlo: bytes) -> str:
-    """A program as it was traced."""
+def hlo_module(program: bytes) -> Any:
+    """Return a traced program as an object of JAX."""
     from jax._src.lib import xla_client
 
-    text: str = xla_client._xla.XlaComputation(hlo).get_hlo_module().to_string()
+    if is_stablehlo(program):
+        return xla_client._xla.mlir.mlir_module_to_xla_computation(program).get_hlo_module()
+    return hlo_names().XlaComputation(program).get_hlo_module()
+
+
+def as_text(program: bytes) -> str:
+    """Return the text of a traced program."""
+    text: str = hlo_module(program).to_string()
     return text
 
 
 def sharding(argument: dict[str, Any], cores: int) -> str:
-    """How an argument lies over the cores, in XLA's own words."""
+    """Return the sharding of an argument over the cores, in XLA's syntax."""
     axis = argument["axis"]
     shape = argument["shape"]
     if axis is None or axis >= len(shape):
         return "{replicated}"
-    divided = ",".join(str(cores if i == axis else 1) for i in range(len(shape)))
-    return f"{{devices=[{divided}]<=[{cores}]}}"
+    tiles = ",".join(str(cores if i == axis else 1) for i in range(len(shape)))
+    return f"{{devices=[{tiles}]<=[{cores}]}}"
 
 
-def compile_for(devices: list[Any], module: bytes) -> Any:
-    """Compile a program for some devices, which share it."""
+def compile_for(devices: list[Any], module: Any) -> Any:
+    """Compile a program that runs on several devices together."""
     import numpy
     from jax._src.lib import xla_client
 
@@ -90,7 +121,7 @@ def compile_for(devices: list[Any], module: bytes) -> Any:
 
 
 def figures(program: Any) -> dict[str, Any]:
-    """The compiler's own figures of a program."""
+    """Return the compiler's figures for a program."""
     stats = program.get_compiled_memory_stats()
     cost = program.cost_analysis()
     names = ("argument", "output", "alias", "temp", "generated_code")
@@ -98,28 +129,28 @@ def figures(program: Any) -> dict[str, Any]:
         "memory": {name: getattr(stats, f"{name}_size_in_bytes") for name in names},
         "flops": cost.get("flops", 0.0),
         "bytes": cost.get("bytes accessed", 0.0),
-        "loops": of_loops(program.hlo_modules()[0].to_string()),
+        "loops": loop_costs(program.hlo_modules()[0].to_string()),
     }
 
 
-def of_loops(text: str) -> dict[str, dict[str, float]]:
-    """The figures of each loop's body, taken once, by its name. Those of the whole program take it once, too."""
+def loop_costs(text: str) -> dict[str, dict[str, float]]:
+    """Return the figures of one iteration of each loop, by its body's name. The whole program's figures include it."""
     from jax._src.lib import xla_client
 
-    found: dict[str, dict[str, float]] = {}
+    costs: dict[str, dict[str, float]] = {}
     for body in re.findall(r" while\(.*body=%([^,\s]+)", text):
-        # A program of its own, of all that stands before it, which is all that it may call.
+        # Build a program of the body and all computations before it, which are all that it may call.
         begin = text.index(f"\n%{body} (")
         end = text.index("\n}", begin) + 2
         alone = f"HloModule body\n{text[text.index(chr(10)) : begin]}\n\nENTRY {text[begin + 1 : end]}"
-        module = xla_client._xla.hlo_module_from_text(alone)
+        module = hlo_names().hlo_module_from_text(alone)
         cost = xla_client._xla.hlo_module_cost_analysis(xla_client.make_cpu_client(), module)
-        found[body] = {"flops": cost.get("flops", 0.0), "bytes": cost.get("bytes accessed", 0.0)}
-    return found
+        costs[body] = {"flops": cost.get("flops", 0.0), "bytes": cost.get("bytes accessed", 0.0)}
+    return costs
 
 
 def main(folder: Path, job: dict[str, Any]) -> None:
-    """Compile the programs of a job one after the other, and write what the compiler says of each."""
+    """Compile the programs of a job in turn, and write the compiler's figures or error for each."""
     from jax.experimental import topologies
 
     chips: Any = topologies.get_topology_desc(
@@ -132,23 +163,23 @@ def main(folder: Path, job: dict[str, Any]) -> None:
         if not (folder / f"{number}.before.txt").exists():
             (folder / f"{number}.before.txt").write_text(as_text((folder / f"{number}.hlo").read_bytes()))
         name = f"{number}.{job['slice']}"
-        module = annotated((folder / f"{number}.hlo").read_bytes(), program["arguments"], job["cores"])
+        module = annotate((folder / f"{number}.hlo").read_bytes(), program["arguments"], job["cores"])
         began = time.perf_counter()
         try:
             compiled = compile_for(chips.devices[: job["cores"]], module)
-        except Exception as error:  # the compiler's own, of a type that it keeps to itself
-            found: dict[str, Any] = {"error": str(error)}
+        except Exception as error:  # the compiler's errors have private types
+            result: dict[str, Any] = {"error": str(error)}
         else:
-            found = figures(compiled) | {"device": chips.devices[0].device_kind}
+            result = figures(compiled) | {"device": chips.devices[0].device_kind}
             (folder / f"{name}.txt").write_text(compiled.hlo_modules()[0].to_string())
-        found["seconds"] = time.perf_counter() - began
+        result["seconds"] = time.perf_counter() - began
         partial = folder / f"{name}.partial"
-        partial.write_text(json.dumps(found))
+        partial.write_text(json.dumps(result))
         partial.rename(folder / f"{name}.json")
 
 
 if __name__ == "__main__":
-    work = json.loads(Path(sys.argv[2]).read_text())
-    theirs = os.environ.get("LIBTPU_INIT_ARGS", "")
-    os.environ |= NO_HOST | {"LIBTPU_INIT_ARGS": f"{_FLAGS} {work['flags']} {theirs}".strip()}
-    main(Path(sys.argv[1]), work)
+    arguments = json.loads(Path(sys.argv[2]).read_text())
+    users_flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    os.environ |= NO_HOST | {"LIBTPU_INIT_ARGS": f"{arguments['flags']} {users_flags}".strip()}
+    main(Path(sys.argv[1]), arguments)

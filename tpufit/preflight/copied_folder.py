@@ -1,9 +1,9 @@
-"""`copied_folder`: a script runs in a copy of its folder, and what it writes elsewhere goes there too.
+"""`copied_folder`: runs a script in a copy of its folder, and redirects its other writes into a temporary folder.
 
-The copy is the working directory, and the script in it is the one that runs, so that relative paths, and those made of
-`__file__`, lead into the copy whatever writes there, also C++ and other programs. Absolute paths are led there as the
-script gives them to Python's functions, to `torch.save`, safetensors and sqlite3. Whatever else Python is about to
-open for writing is refused. Folders of downloads, such as `~/.cache`, stay as they are.
+The copy is the working directory, and the script's copy is run, so that relative paths and paths derived from
+`__file__` lead into the copy for all writers, including C++ and other programs. Absolute paths are redirected when the
+script passes them to Python's functions, `torch.save` and related functions, safetensors, or sqlite3. Python refuses to
+open any other file for writing. Download folders, such as `~/.cache`, aren't redirected.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-# Larger files are links: a script reads them as they are, and what it writes in their place is a new file.
+# Larger files are linked: a script reads the original, and writing creates a new file.
 _LARGEST = 1 << 26
 _IN_ALL = 1 << 30
 _MOST_FILES = 20_000
 _LINKED = {".git", ".venv", "venv", "node_modules", ".tox"}
-_FREE = ("/dev", "/proc", "/sys")
+FREE = ("/dev", "/proc", "/sys")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 _READ = ("stat", "lstat", "listdir", "scandir", "access", "readlink", "chdir", "statvfs")
@@ -41,9 +41,9 @@ _MOVE = ("rename", "replace", "link")
 
 @contextmanager
 def copied_folder(script: Path) -> Iterator[Path]:
-    """A context in which the working directory is a copy, and nothing is written elsewhere. It gives the script's copy.
+    """A context in which the working directory is a copy; yields the path of the script's copy.
 
-    In the end the copy is deleted, with all that was written.
+    At the end the copy is deleted, with everything that was written.
     """
     here = Path.cwd().resolve()
     home = script.resolve().parent
@@ -59,7 +59,7 @@ def copied_folder(script: Path) -> Iterator[Path]:
         os.chdir(copies[0][1])
         tempfile.tempdir = str(scratch / "tmp")
         try:
-            with _led_there(paths):
+            with _redirect(paths):
                 yield Path(paths.of(str(script.resolve())))
         finally:
             tempfile.tempdir = before
@@ -67,7 +67,7 @@ def copied_folder(script: Path) -> Iterator[Path]:
 
 
 class _Copying:
-    """Copies a folder: small files as they are, and links to what is large."""
+    """Copies a folder: small files are copied, large files and folders are linked."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -87,7 +87,7 @@ class _Copying:
                     shutil.copy2(entry, place)
                 else:
                     place.symlink_to(entry.resolve())
-            except OSError:  # a socket, a broken link, or gone by now: it is no part of what a script reads
+            except OSError:  # a socket, a broken link, or a file that was just deleted: a script doesn't read it
                 continue
 
     def _has_room(self, size: int) -> bool:
@@ -99,7 +99,7 @@ class _Copying:
 
 
 class _Paths:
-    """Where paths lead: those of copied folders into the copies, and others to a place beside if they are written."""
+    """Redirects paths: in copied folders to the copies; elsewhere, if they are written, to a temporary folder."""
 
     def __init__(self, copies: list[tuple[str, str]], scratch: str) -> None:
         self._copies = copies
@@ -107,10 +107,10 @@ class _Paths:
         self._scratch = scratch
         self._elsewhere = os.path.join(scratch, "elsewhere")
         caches = [os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "KAGGLEHUB_CACHE")]
-        self._free = (*_FREE, os.path.expanduser("~/.cache"), *filter(None, caches))
+        self._free = (*FREE, os.path.expanduser("~/.cache"), *filter(None, caches))
 
     def is_free(self, path: str) -> bool:
-        """True if a path may be written as it is."""
+        """True if a path may be written without redirection."""
         before = getattr(self._thread, "looks", False)
         self._thread.looks = True
         try:
@@ -119,26 +119,32 @@ class _Paths:
             self._thread.looks = before
 
     def of(self, path: Any, writes: bool = False, keeps: bool = False) -> Any:
-        """The path to use in place of one; if it is written to, and its contents are kept, with them."""
+        """Return the redirected path.
+
+        Args:
+            path: The path, or a file descriptor, which is returned unchanged.
+            writes: True if the file is written (default False).
+            keeps: True if a write keeps the file's contents, which are then copied first (default False).
+        """
         if isinstance(path, int) or path is None or getattr(self._thread, "looks", False):
             return path
-        self._thread.looks = True  # the functions that this calls itself take paths as they are
+        self._thread.looks = True  # the functions called here get unchanged paths
         try:
-            return self._led(path, writes, keeps)
+            return self._redirect(path, writes, keeps)
         finally:
             self._thread.looks = False
 
-    def _led(self, path: Any, writes: bool, keeps: bool) -> Any:
-        given = os.fsdecode(path)
-        where = self._in_copies(os.path.abspath(given))
+    def _redirect(self, path: Any, writes: bool, keeps: bool) -> Any:
+        original = os.path.abspath(os.fsdecode(path))
+        where = self._in_copies(original)
         if not writes:
             aside = self._elsewhere + self._real(where)
-            found = aside if not _is_in(where, (self._scratch,)) and os.path.lexists(aside) else where
-            return path if found == os.path.abspath(given) else found
+            target = aside if not _is_in(where, (self._scratch,)) and os.path.lexists(aside) else where
+            return path if target == original else target
         if self.is_free(where):
-            return path if where == os.path.abspath(given) else where
+            return path if where == original else where
         real = self._real(where)
-        if os.path.islink(where) and _is_in(self._real(where), (self._scratch,)):  # to a large file
+        if os.path.islink(where) and _is_in(self._real(where), (self._scratch,)):  # a link to a large file
             target = os.path.realpath(where)
             os.unlink(where)
             if keeps:
@@ -159,7 +165,7 @@ class _Paths:
 
     @staticmethod
     def _real(path: str) -> str:
-        """The path with its folder's links resolved, but not its own."""
+        """Return the path with the links of its folder resolved, but not a link at its end."""
         return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
@@ -168,8 +174,8 @@ def _is_in(path: str, folders: tuple[str, ...]) -> bool:
 
 
 @contextmanager
-def _led_there(paths: _Paths) -> Iterator[None]:
-    """A context in which the functions that take paths get those of `paths`."""
+def _redirect(paths: _Paths) -> Iterator[None]:
+    """A context in which functions that take paths get the redirected paths."""
     with ExitStack() as stack:
 
         def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -196,19 +202,20 @@ def _led_there(paths: _Paths) -> Iterator[None]:
         for name in (*_CHANGE, *_REMOVE):
             put(os, name, _changing(paths, getattr(os, name), name in _REMOVE))
         for name in _MOVE:
-            put(os, name, _moving(paths, getattr(os, name)))
+            put(os, name, _redirect_move(paths, getattr(os, name)))
         put(os, "symlink", _linking(paths, os.symlink))
-        put(torch, "save", _saving(paths, torch.save, 1))
+        for place, name in ((torch, "save"), (torch.jit, "save"), (torch.export, "save")):
+            put(place, name, _saving(paths, getattr(place, name), 1))
         for place in (safetensors.torch, safetensors.numpy):
             put(place, "serialize_file", _saving(paths, place.serialize_file, 1))
         put(sqlite3, "connect", _saving(paths, sqlite3.connect, 0))
-        # numpy.savetxt keeps a function of its own.
+        # numpy.savetxt keeps its own reference to `open`.
         openers = getattr(sys.modules.get("numpy.lib._datasource"), "_file_openers", None)
         if openers is not None:
             native = openers[None]
-            known: dict[Any, Any] = vars(openers)["_file_openers"]
-            known[None] = open_file
-            stack.callback(known.__setitem__, None, native)
+            by_suffix: dict[Any, Any] = vars(openers)["_file_openers"]
+            by_suffix[None] = open_file
+            stack.callback(by_suffix.__setitem__, None, native)
         guard = _Guard(paths)
         sys.addaudithook(guard)
         stack.callback(guard.leave)
@@ -216,7 +223,7 @@ def _led_there(paths: _Paths) -> Iterator[None]:
 
 
 class _Guard:
-    """Refuses what a function that isn't led opens for writing elsewhere: an audit hook, which stays for good."""
+    """An audit hook that refuses writes by functions without redirection. Python can't remove an audit hook."""
 
     def __init__(self, paths: _Paths) -> None:
         self._paths: _Paths | None = paths
@@ -228,14 +235,14 @@ class _Guard:
         paths = self._paths
         if paths is None or event != "open" or isinstance(args[0], int) or not args[2] & _WRITING:
             return
-        self._paths = None  # while it looks
+        self._paths = None  # inactive during the check
         try:
             free = paths.is_free(os.path.abspath(os.fsdecode(args[0])))
         finally:
             self._paths = paths
         if not free:
             raise PermissionError(
-                f"preflight lets a script write nothing outside of its copy, but it opens {args[0]!r}"
+                f"a preflight doesn't let a script write outside its copied folder, but the script opens {args[0]!r}"
             )
 
 
@@ -253,13 +260,13 @@ def _changing(paths: _Paths, native: Callable[..., Any], removes: bool) -> Calla
             return native(path, *args, **named) if paths.is_free(os.readlink(f"/proc/self/fd/{folder}")) else None
         where = paths.of(path) if removes else paths.of(path, writes=True, keeps=True)
         if removes and not paths.is_free(os.path.dirname(os.path.abspath(os.fsdecode(where)))):
-            return None  # it stays, as if it had gone
+            return None  # the original stays, and the script continues
         return native(where, *args, **named)
 
     return function
 
 
-def _moving(paths: _Paths, native: Callable[..., Any]) -> Callable[..., Any]:
+def _redirect_move(paths: _Paths, native: Callable[..., Any]) -> Callable[..., Any]:
     def function(src: Any, dst: Any, **named: Any) -> Any:
         if named.get("src_dir_fd") is not None or named.get("dst_dir_fd") is not None:
             return native(src, dst, **named)
@@ -282,15 +289,15 @@ def _linking(paths: _Paths, native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saving(paths: _Paths, native: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """A function whose argument at this place, or by its usual names, is a path that is written to."""
+    """Redirect a path to be written, which is the argument at this position, or has one of the usual names."""
 
     def function(*args: Any, **named: Any) -> Any:
-        given = list(args)
-        if len(given) > at and isinstance(given[at], (str, bytes, os.PathLike)) and given[at] != ":memory:":
-            given[at] = paths.of(given[at], writes=True, keeps=True)
+        arguments = list(args)
+        if len(arguments) > at and isinstance(arguments[at], (str, bytes, os.PathLike)) and arguments[at] != ":memory:":
+            arguments[at] = paths.of(arguments[at], writes=True, keeps=True)
         for name in ("f", "filename", "database"):
             if isinstance(named.get(name), (str, bytes, os.PathLike)) and named[name] != ":memory:":
                 named[name] = paths.of(named[name], writes=True, keeps=True)
-        return native(*given, **named)
+        return native(*arguments, **named)
 
     return function

@@ -1,7 +1,7 @@
-"""`operations`: reads the text of an XLA program.
+"""`operations`: parses the text of an XLA program.
 
-A line of it is `%name = type operation(operands), attributes, metadata={op_name="..."}, backend_config={...}`. A type
-such as `f32[128,10]{1,0:T(8,128)}` has a layout, whose tiles the dimensions are filled up to.
+A line is `%name = type operation(operands), attributes, metadata={op_name="..."}, backend_config={...}`. A type such as
+`f32[128,10]{1,0:T(8,128)}` has a layout with tiles, to which the dimensions are padded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LINE = re.compile(r"^\s+(?:ROOT )?%(\S+) = ")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::((?:[^{}])*))?\})?")
 _OPERAND = re.compile(r"%([\w.-]+)")
-_UNKNOWN = 2**63 - 1  # written as the cycles of an operation that the compiler has no estimate for
+_UNKNOWN = 2**63 - 1  # the cycles of an operation for which the compiler has no estimate
 _SCOPE = re.compile(r"~(\w+)\|([^|~]*)\|(\d+)~")
 
 
@@ -26,10 +26,10 @@ _SCOPE = re.compile(r"~(\w+)\|([^|~]*)\|(\d+)~")
 class Array:
     """The type of an array."""
 
-    dtype: str  # in XLA's words, e.g. "bf16"
+    dtype: str  # XLA's name, e.g. "bf16"
     shape: tuple[int, ...]
     nbytes: int
-    padded: int  # its size in memory in bytes, filled up to whole tiles
+    padded: int  # its size in memory in bytes, padded to whole tiles
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -42,14 +42,14 @@ class Operation:
     name: str
     kind: str  # e.g. "fusion"
     arrays: tuple[Array, ...]  # the types of its results
-    phase: str  # "forward", "backward" or "optimizer"; empty if it comes from nowhere in particular
-    layer: str  # the user's, that it comes from
+    phase: str  # "forward", "backward" or "optimizer"; "" if unknown
+    layer: str  # the user's layer
     line: int | None  # the index of the user's line
     cycles: int  # the compiler's estimate; 0 if it has none
-    channel: int | None  # the number of its communication between cores
-    operands: tuple[str, ...]  # the names of the operations that it takes
-    kernel: KernelWork | None = None  # the work of the kernel that it calls, if that says it
-    computation: str = ""  # its name
+    channel: int | None  # the number of the channel for communication between cores
+    operands: tuple[str, ...]  # the names of its operands
+    kernel: KernelWork | None = None  # the work of the kernel that it calls, if the kernel declares it
+    computation: str = ""  # the name of the computation that contains it
 
     @property
     def nbytes(self) -> int:
@@ -65,23 +65,23 @@ def arrays_of(text: str) -> list[Array]:
         >>> str(array), array.nbytes, array.padded
         ('f32[100,10]', 4000, 53248)
     """
-    found = []
+    arrays = []
     for dtype, dimensions, order, tiles in _ARRAY.findall(text):
         digits = re.search(r"\d+", dtype)
         bits = int(digits[0]) if digits else 8  # a predicate takes a byte
         shape = tuple(int(n) for n in dimensions.split(",") if n)
-        minor = [int(n) for n in order.split(",") if n]  # the dimensions, the fastest first
+        minor = [int(n) for n in order.split(",") if n]  # the dimensions from minor to major
         tile = re.match(r"T\(([\d,]+)\)", tiles)
         sizes = [int(n) for n in tile[1].split(",")] if tile else []
         stored = list(shape) or [1]
         for dimension, size in zip(minor or [0], reversed(sizes), strict=False):
             stored[dimension] = math.ceil(stored[dimension] / size) * size
-        found.append(Array(dtype, shape, math.prod(shape) * bits // 8, math.prod(stored) * bits // 8))
-    return found
+        arrays.append(Array(dtype, shape, math.prod(shape) * bits // 8, math.prod(stored) * bits // 8))
+    return arrays
 
 
 def operations(text: str) -> Iterator[tuple[Operation, bool]]:
-    """Read the operations of a program; each with True if it is one of the entry computation, which calls others."""
+    """Read the operations of a program, each with True if it belongs to the entry computation."""
     entry = False
     computation = ""
     for line in text.splitlines():
@@ -115,28 +115,28 @@ def operations(text: str) -> Iterator[tuple[Operation, bool]]:
         )
 
 
-def products_of(made: Iterable[Operation]) -> list[tuple[Operation, str]]:
-    """The matrix products of a program as it is traced, each with the format of what it multiplies.
+def products_of(traced: Iterable[Operation]) -> list[tuple[Operation, str]]:
+    """Return the matrix products of a traced program, each with the dtype of its factors.
 
-    That of operands which were only made wider for the product, so that its sums aren't rounded, is the one that they
-    come from: a TPU multiplies them in it.
+    If factors were widened for the product, so that its sums aren't rounded, it is the dtype before: a TPU multiplies
+    in that dtype.
     """
-    known = {one.name: one for one in made}
-    found = []
-    for one in known.values():
-        if one.kind in ("dot", "convolution"):
-            formats = {_format_of(known[name], known) for name in one.operands if name in known}
-            found.append((one, formats.pop() if len(formats) == 1 else one.arrays[0].dtype))
-    return found
+    by_name = {operation.name: operation for operation in traced}
+    products = []
+    for operation in by_name.values():
+        if operation.kind in ("dot", "convolution"):
+            dtypes = {_dtype_before_widening(by_name[name], by_name) for name in operation.operands if name in by_name}
+            products.append((operation, dtypes.pop() if len(dtypes) == 1 else operation.arrays[0].dtype))
+    return products
 
 
-def _format_of(one: Operation, known: dict[str, Operation]) -> str:
-    source = known[one.operands[0]] if one.kind == "convert" else one
-    return min(source, one, key=lambda made: made.arrays[0].nbytes).arrays[0].dtype
+def _dtype_before_widening(operation: Operation, by_name: dict[str, Operation]) -> str:
+    source = by_name[operation.operands[0]] if operation.kind == "convert" else operation
+    return min(source, operation, key=lambda candidate: candidate.arrays[0].nbytes).arrays[0].dtype
 
 
 def scopes_of(text: str) -> list[tuple[str, str, str]]:
-    """The scopes in a text, as `Scopes` writes them, the innermost last: phase, layer, and the index of a line."""
+    """Return the scopes in a text, the innermost last: phase, layer, and the index of a line. `Scopes` writes them."""
     found: list[tuple[str, str, str]] = _SCOPE.findall(text)
     return found
 
@@ -153,7 +153,7 @@ def arguments_of(text: str) -> list[Array]:
 
 
 def end_of_type(line: str, start: int) -> int:
-    """The index of the blank after a type, which may be a tuple of types."""
+    """Return the index of the space after a type, which may be a tuple of types."""
     depth = 0
     for i in range(start, len(line)):
         depth += (line[i] in "({[") - (line[i] in ")}]")

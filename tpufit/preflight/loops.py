@@ -1,6 +1,6 @@
-"""`Loops`: how often each computation of an XLA program runs, as far as the counters of its loops can be computed.
+"""`Loops`: counts how often each computation of an XLA program runs, where the loops' counters can be evaluated.
 
-The compiler's figures take the body of a loop once, however often it turns.
+The compiler's figures count the body of a loop only once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INTEGER = re.compile(r"^\(*(?:([su])(\d+)|(pred))\[\]")
 _OPERAND = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations?)=\{?((?:%[\w.-]+(?:, )?)+)")
 _LOOP = re.compile(r"condition=%([\w.-]+), body=%([\w.-]+)")
-_MOST = 1 << 16  # turns that are tried
+_MOST = 1 << 16  # the most iterations that are evaluated
 _PASSED_ON = ("copy", "copy-start", "copy-done", "bitcast", "bitcast-convert", "convert", "reshape")
 _COMPARED = {
     "EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
@@ -29,12 +29,12 @@ _COMPUTED: dict[str, Callable[..., int]] = {
     "select": lambda chosen, a, b: a if chosen else b,
 }  # fmt: skip
 
-_Given = Callable[[int], "int | None"]  # what a computation is given, by its place
+_Arguments = Callable[[int], "int | None"]  # returns an argument of a computation by its position
 
 
 @dataclass(frozen=True)
 class _Instruction:
-    """A line of a program: its type, its operation, the names of what it takes, and what follows."""
+    """A line of a program: its type, its operation, the names of its operands, and its attributes."""
 
     type: str
     kind: str
@@ -45,22 +45,21 @@ class _Instruction:
     def of(cls, text: str) -> _Instruction:
         end = end_of_type(text, 0)
         kind, _, rest = text[end + 1 :].partition("(")
-        given, _, rest = rest.partition(")")
-        # Of a constant or a parameter, what it is given is its value or its place.
-        return cls(text[:end], kind, tuple(_OPERAND.findall(given)), f"{given}){rest}")
+        operands, _, rest = rest.partition(")")
+        # The operand of a constant is its value, and of a parameter its position.
+        return cls(text[:end], kind, tuple(_OPERAND.findall(operands)), f"{operands}){rest}")
 
 
 class Loops:
     """The loops of a program."""
 
     def __init__(self, text: str) -> None:
-        # How often each computation runs in which there is a loop or that is in one, by its name.
-        self.turns: dict[str, int] = {}
-        self.bodies: dict[str, str] = {}  # of each loop, with the computation that the loop is in
-        self.unknown = 0  # loops whose turns can't be computed, and are taken to be one
+        self.turns: dict[str, int] = {}  # how often each computation runs, by its name, if not once
+        self.bodies: dict[str, str] = {}  # the computation that contains each loop, by the loop's body
+        self.unknown = 0  # the number of loops whose iterations can't be counted; they count as one
         self._computations: dict[str, dict[str, str]] = {}
         self._roots: dict[str, str] = {}
-        # By its body: the computation that a loop is in, and what it begins with.
+        # By a loop's body: the computation that contains the loop, and the loop's initial state.
         self._begun: dict[str, tuple[str, str]] = {}
         if " while(" in text:
             self._read(text)
@@ -75,83 +74,83 @@ class Loops:
                 computation = begins[1]
                 lines = self._computations[computation] = {}
                 continue
-            found = _LINE.match(line)
-            if found:
-                lines[found[1]] = found[2]
+            match = _LINE.match(line)
+            if match:
+                lines[match[1]] = match[2]
                 if line.lstrip().startswith("ROOT "):
-                    self._roots[computation] = found[1]
+                    self._roots[computation] = match[1]
 
     def _count(self) -> None:
-        # A computation stands before those that call it.
+        # A computation precedes its callers in the text.
         *_, entry = self._computations
         times = {entry: 1}
         for computation in reversed(self._computations):
             for line in self._computations[computation].values():
                 called = [name for names in _CALLED.findall(line) for name in _OPERAND.findall(names)]
-                own = times.get(computation, 1)
+                runs = times.get(computation, 1)
                 if " while(" in line:
-                    own *= self._turns(computation, _Instruction.of(line))
+                    runs *= self._turns(computation, _Instruction.of(line))
                 for name in called:
-                    times[name] = max(own, times.get(name, 0))
+                    times[name] = max(runs, times.get(name, 0))
         self.turns = {computation: count for computation, count in times.items() if count != 1}
 
     def _turns(self, computation: str, line: _Instruction) -> int:
-        """How often a loop turns each time that it begins."""
-        found = _LOOP.search(line.rest)
-        assert found, line.rest
-        condition, body = found.groups()
+        """Count the iterations of a loop."""
+        match = _LOOP.search(line.rest)
+        assert match, line.rest
+        condition, body = match.groups()
         self.bodies[body] = computation
         self._begun[body] = computation, line.operands[0]
         end = _Instruction.of(self._computations[body][self._roots[body]]).operands
-        # The places of the loop's state that its end depends on.
+        # The parts of the loop's state on which its condition depends.
         needed: set[int] = set()
-        new = self._asked(condition, self._roots[condition])
+        new = self._dependencies(condition, self._roots[condition])
         while new:
             needed |= new
-            new = set().union(*(self._asked(body, end[i]) for i in new if i < len(end))) - needed
-        state: dict[int, int | None] = {i: self._first(body, i) for i in needed}
+            new = set().union(*(self._dependencies(body, end[i]) for i in new if i < len(end))) - needed
+        state: dict[int, int | None] = {i: self._initial_value(body, i) for i in needed}
         for turn in range(_MOST):
-            goes_on = self._value(condition, self._roots[condition], state.get)
-            if goes_on is None:
+            continues = self._value(condition, self._roots[condition], state.get)
+            if continues is None:
                 break
-            if not goes_on:
+            if not continues:
                 return turn
             state = {i: self._value(body, end[i], state.get) for i in needed}
         self.unknown += 1
         return 1
 
-    def _asked(self, computation: str, name: str) -> set[int]:
-        """The places of what a computation is given that a value of it depends on."""
-        asked: set[int] = set()
+    def _dependencies(self, computation: str, name: str) -> set[int]:
+        """Return the positions of the arguments on which a value of a computation depends."""
+        positions: set[int] = set()
 
-        def given(place: int) -> int:
-            asked.add(place)
+        def note(position: int) -> int:
+            positions.add(position)
             return 0
 
-        self._value(computation, name, given)
-        return asked
+        self._value(computation, name, note)
+        return positions
 
-    def _first(self, body: str, place: int) -> int | None:
-        """What a loop's state is at its first turn, at a place."""
+    def _initial_value(self, body: str, position: int) -> int | None:
+        """Return the initial value of a part of a loop's state."""
         computation, name = self._begun[body]
         begin = _Instruction.of(self._computations[computation][name])
-        if begin.kind != "tuple" or place >= len(begin.operands):
+        if begin.kind != "tuple" or position >= len(begin.operands):
             return None
-        return self._value(computation, begin.operands[place], lambda i: self._constant(computation, i))
+        return self._value(computation, begin.operands[position], lambda i: self._constant(computation, i))
 
-    def _constant(self, body: str, place: int) -> int | None:
-        """What a loop's state is at a place, if no turn changes it."""
+    def _constant(self, body: str, position: int) -> int | None:
+        """Return a part of a loop's state that no iteration changes; None if it changes."""
         if body not in self._begun:
             return None
-        name = _Instruction.of(self._computations[body][self._roots[body]]).operands[place]
+        name = _Instruction.of(self._computations[body][self._roots[body]]).operands[position]
         line = _Instruction.of(self._computations[body][name])
         while line.kind == "copy":
             line = _Instruction.of(self._computations[body][line.operands[0]])
-        same = line.kind == "get-tuple-element" and f"index={place}" in re.split(r"[,\s]+", line.rest)
-        return self._first(body, place) if same else None
+        same = line.kind == "get-tuple-element" and f"index={position}" in re.split(r"[,\s]+", line.rest)
+        return self._initial_value(body, position) if same else None
 
-    def _value(self, computation: str, name: str, given: _Given) -> int | None:
-        """A number of a computation; None if it isn't a whole one, or depends on what isn't known."""
+    def _value(self, computation: str, name: str, arguments: _Arguments) -> int | None:
+        """Evaluate a value of a computation; None if it isn't an integer, or depends on an unknown value."""
         line = _Instruction.of(self._computations[computation][name])
         type_of = _INTEGER.match(line.type)
         if type_of is None:
@@ -160,13 +159,13 @@ class Loops:
             value = line.rest.partition(")")[0]
             return {"true": 1, "false": 0}[value] if type_of[3] else int(value)
         if line.kind == "parameter":
-            return given(int(line.rest.partition(")")[0]))
+            return arguments(int(line.rest.partition(")")[0]))
         if line.kind == "get-tuple-element":
             index = re.search(r"index=(\d+)", line.rest)
-            of = _Instruction.of(self._computations[computation][line.operands[0]])
-            return given(int(index[1])) if index and of.kind == "parameter" else None
-        values = [self._value(computation, operand, given) for operand in line.operands]
-        if line.kind == "fusion":  # a computation of its own, whose parameters are the operands
+            source = _Instruction.of(self._computations[computation][line.operands[0]])
+            return arguments(int(index[1])) if index and source.kind == "parameter" else None
+        values = [self._value(computation, operand, arguments) for operand in line.operands]
+        if line.kind == "fusion":  # a separate computation, whose parameters are the operands
             (called,) = re.findall(r"calls=%([\w.-]+)", line.rest)
             return self._value(called, self._roots[called], lambda i: values[i])
         known = [value for value in values if value is not None]
@@ -176,19 +175,24 @@ class Loops:
             direction = re.search(r"direction=(\w+)", line.rest)
             return int(_COMPARED[direction[1]](*known)) if direction else None
         if line.kind in _PASSED_ON:
-            return _fitted(known[0], type_of)
-        return _fitted(_COMPUTED[line.kind](*known), type_of) if line.kind in _COMPUTED else None
+            return _wrap(known[0], type_of)
+        return _wrap(_COMPUTED[line.kind](*known), type_of) if line.kind in _COMPUTED else None
 
-    def beyond_once(self, costs: Mapping[str, Mapping[str, float]], figure: str) -> float:
-        """What a figure of a program leaves out, which takes each body once; so do the costs of each body."""
+    def count_repeats(self, costs: Mapping[str, Mapping[str, float]], figure: str) -> float:
+        """Return the part of a figure that the compiler omits, because it counts each loop's body once.
+
+        Args:
+            costs: The figures of one iteration of each loop, by its body.
+            figure: The name of the figure, e.g. `"flops"`.
+        """
         return sum(
             (self.turns.get(body, 1) - self.turns.get(computation, 1)) * costs[body][figure]
             for body, computation in self.bodies.items()
         )
 
 
-def _fitted(value: int, type_of: re.Match[str]) -> int:
-    """A number as it is in a type of so many bits."""
+def _wrap(value: int, type_of: re.Match[str]) -> int:
+    """Wrap a number to the range of an integer type."""
     sign, bits, is_bool = type_of.groups()
     if is_bool:
         return value & 1

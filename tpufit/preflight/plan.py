@@ -1,4 +1,4 @@
-"""`PreflightPlan`: the steps that a `fit` would run, as the processes need it that trace and compile them."""
+"""`PreflightPlan`: the steps that a `fit` would run, for the processes that trace and compile them."""
 
 from __future__ import annotations
 
@@ -11,39 +11,45 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import optimizers
-from ..data import Stream, stream, unpack
+from ..data import Stream, unpack
 from ..data.batches import as_tensors, count_rows
+from ..data.stream import make_stream
+from ..data.user_data import UserData
 from ..errors import ArgumentError, LabelError
-from ..losses import ClassWeight, targets_of
-from ..step import CompileConfig, Engine, fault_of
-from ..trainer.arguments import TrainingData, ValidationData, parts_of, require_compiled
+from ..losses import ClassWeight, find_targets
+from ..step import CompileConfig, Engine, find_fault
+from ..trainer.arguments import TrainingData, ValidationData
+from ..trainer.last_batch import shape_last_batch
+from ..trainer.preconditions import require_compiled
 from ..utils.random import RNGState
 
-# The files of the folder by which processes tell each other of a plan: it, its programs, or an error.
+# The files by which processes exchange a plan, its programs, or an error.
 PLAN = "plan.pkl"
 TRACED = "traced.json"
 FAULT = "fault.json"
-# Of the process that traces: virtual cores, the names of scopes, and the mode of many cores on one too, in which
-# operations can be traced as for a TPU. The runtime reads them when it is imported.
+# The environment of the tracing process: virtual cores, the names of scopes, and SPMD mode also on one core, in which
+# operations can be traced as for a TPU. The runtime reads it during its import.
 ENVIRON = {"PJRT_DEVICE": "CPU", "XLA_IR_DEBUG": "1", "XLA_HLO_DEBUG": "1", "XLA_USE_SPMD": "1"}
+# Otherwise torch_tpu would look for its device during the import of PyTorch.
+ENVIRON["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 @dataclass(frozen=True)
 class Batch:
     """A batch without values."""
 
-    nest: Any  # of meta tensors, with the rows of all cores
+    nest: Any  # nested meta tensors, with the rows of all cores
     labels: Any  # the range of its class labels, see `Loss.label_range`
     rows: int
 
 
 @dataclass(frozen=True)
 class PlannedPass:
-    """The steps of a role that differ in their programs."""
+    """The steps of a role that have different programs."""
 
     role: str  # "train" or "eval"
-    transform: Callable[[Any], Any] | None  # of each batch on the device
-    groups: list[list[Batch]]  # the batches of the steps that run as one, for each program
+    transform: Callable[[Any], Any] | None  # applied to each batch on the device
+    groups: list[list[Batch]]  # the batches of joined steps, for each program
 
 
 @dataclass(frozen=True)
@@ -54,63 +60,57 @@ class PreflightPlan:
     config: CompileConfig
     class_weight: ClassWeight | None
     passes: list[PlannedPass]  # training and validation
-    cores: int  # that share a batch
+    cores: int  # the number of cores that share a batch
     kind: str = "TPU"  # see `TPU.kind`; by default any TPU
 
 
 def plan_of(
     engine: Engine, train: TrainingData, validation: ValidationData, cores: int, limit: int | float | None = None
 ) -> PreflightPlan:
-    """Plan the steps of a `fit` on so many cores. Of the data only one core's first batch is read.
+    """Plan the steps of a `fit` on a number of cores. Only one core's first batch is read from the data.
 
     Raises:
         ArgumentError: Steps run eagerly, or the data can be read only once.
         NotCompiledError, DataError, LabelError: As in `fit`.
     """
     require_compiled(engine, "preflight")
-    optimizers.required(engine.model.optimizer)
+    optimizers.require_optimizer(engine.model.optimizer)
     if engine.config.run_eagerly:
-        raise ArgumentError("compile(run_eagerly=True) makes no programs: leave it out for a preflight")
+        raise ArgumentError("compile(run_eagerly=True) has no programs: omit it for a preflight")
     train, validation = validation.split_off(train)
-    weigher = train.weigher(engine)
+    class_weight = train.make_class_weight(engine)
     joined = engine.config.steps_per_execution if isinstance(engine.config.steps_per_execution, int) else 1
     how = {"batch_size": train.batch_size, "steps": train.steps_per_epoch}
-    data = _Data((train.x, train.y, train.sample_weight), "x", how, cores, limit)
-    passes = [_pass(engine, "train", data, joined)]
+    data = _Data(train.data, how, cores, limit)
+    passes = [_pass(engine, "train", data, joined, train.last_batch)]
     if validation.data is not None:
-        how = {"batch_size": validation.rows_per_core(train.batch_size), "steps": validation.steps, "restart": True}
-        held_out = _Data(
-            parts_of(validation.data),
-            "validation_data",
-            how,
-            cores,
-            limit if validation.limit is None else validation.limit,
-        )
-        passes.append(_pass(engine, "eval", held_out, joined))
-    return PreflightPlan(engine.model, engine.config, weigher, passes, cores)
+        how = {"batch_size": validation.choose_batch_size(train.batch_size), "steps": validation.steps, "restart": True}
+        held_out = _Data(validation.data, how, cores, limit if validation.limit is None else validation.limit)
+        passes.append(_pass(engine, "eval", held_out, joined, train.last_batch))
+    return PreflightPlan(engine.model, engine.config, class_weight, passes, cores)
 
 
 @dataclass(frozen=True)
 class _Data:
-    """The data of a pass: their parts, name, arguments of `stream`, cores, and `limit` of `fit`."""
+    """The data of a pass, the arguments of `stream`, cores, and `limit` of `fit`."""
 
-    parts: Any
-    name: str
+    data: UserData
     how: dict[str, Any]
     cores: int
     limit: int | float | None
 
     def stream(self, cores: int) -> Stream:
-        return stream(*self.parts, cores=cores, name=self.name, **self.how)
+        return make_stream(self.data, cores=cores, **self.how)
 
-    def first(self) -> Any:
-        """Read the first batch of one core, aside from any epoch of the user's."""
-        if isinstance(self.parts[0], Iterator):
+    def read_first(self) -> Any:
+        """Read the first batch of one core, independent of the user's epochs."""
+        if isinstance(self.data.x, Iterator):
             raise ArgumentError(
-                f"{self.name} is an iterator, of which a preflight would use up a batch: pass data to be read again"
+                f"{self.data.name} is an iterator, of which a preflight would use up a batch: pass data to be read "
+                "again"
             )
         data = self.stream(1)
-        batch = data.first()
+        batch = data.read_first()
         if batch is None:
             before = RNGState.now()
             try:
@@ -120,22 +120,25 @@ class _Data:
         return batch
 
 
-def _pass(engine: Engine, role: str, given: _Data, joined: int) -> PlannedPass:
-    first = given.first()
+def _pass(engine: Engine, role: str, given: _Data, joined: int, last_batch: str) -> PlannedPass:
+    first = given.read_first()
     data = given.stream(given.cores)
     if given.limit is not None:
         data.limit(given.limit)
-    fault = fault_of(engine, first, data.device_transform)
-    if isinstance(fault, LabelError):  # the others may be of a trial without values, and the trace will tell
+    shape_last_batch(last_batch, engine, data, training=role == "train")
+    fault = find_fault(engine, first, data.device_transform)
+    if isinstance(fault, LabelError):  # other faults may come from the missing values; the trace decides
         raise fault
     labels = None
     if engine.config.loss is not None:
         x, y, _ = unpack(first)
-        labels = engine.config.loss.label_range(targets_of(x, y))
+        labels = engine.config.loss.label_range(find_targets(x, y))
     whole, last = data.sizes() or (count_rows(tree_leaves(first)) * (1 if data.is_global else given.cores), 0)
     batch = _of_size(first, labels, whole)
     steps = data.steps
-    anywhere = "restart" not in given.how and given.how["steps"] is not None  # of an epoch that goes on in the data
+    anywhere = (
+        "restart" not in given.how and given.how["steps"] is not None
+    )  # an epoch may continue in the middle of the data
     if steps is not None and last and not anywhere:
         steps -= 1
     groups = [[batch] * joined] if steps is None or steps >= joined else []

@@ -1,4 +1,4 @@
-"""`PreflightReport`: what a TPU will do with a training, in a table; and `Comparison`, of several TPUs."""
+"""`PreflightReport`: the memory and speed of a training on a TPU; and `Comparison`, for several TPUs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rich.table import Table
 from rich.text import Text
 
 from ..diagnostics.plots import new_axes
-from ..diagnostics.report import attention_in_words
-from ..errors import counted
-from ..utils.text import rendered, size
+from ..diagnostics.report import group_attention_forms
+from ..errors import say_count
+from ..utils.text import render, size
 from .analysis import CompiledProgram
 from .slices import Slice
 
 _WIDTH = 120  # columns
-_SHOWN = 12  # layers that the table has a row for
+_SHOWN = 12  # the most layers with a row in the table
 _PHASES = ("forward", "backward", "optimizer", "")
 _JOINED_LATER = (
-    "steps_per_execution='auto' is compiled as 1: fit joins steps by the time that they take, in one more program"
+    "steps_per_execution='auto' is compiled as 1: fit measures steps before it joins them, in one more program"
 )
 FITS = 0
 TOO_LARGE = 1
@@ -34,7 +34,7 @@ FAILED = 2
 
 @dataclass(frozen=True)
 class _Work:
-    """The work of a core in one step: operations, bytes of memory, cycles, and bytes sent; and the step's rows."""
+    """The work of a core in one step: operations, bytes moved in memory, cycles, bytes sent; and the step's rows."""
 
     flops: float
     nbytes: float
@@ -45,7 +45,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What a TPU will do with a training, by the TPU's own compiler. All times are its estimates, and none is measured.
+    """The memory and speed of a training on a TPU, from the TPU's compiler. All times are estimates, none is measured.
 
     Attributes:
         tpu: The slice.
@@ -53,8 +53,8 @@ class PreflightReport:
         batch_size: The rows per core.
         precision: The argument of `compile`.
         steps_per_execution: The argument of `compile` (default 1).
-        compiler: The versions of the compiler and of what goes with it, by their names (default: not told).
-        remat: The argument of `compile`, or what `remat="auto"` has come to (default None).
+        compiler: The versions of the compiler and related packages, by name (default: unknown).
+        remat: The argument of `compile`, or the choice of `remat="auto"` (default None).
 
     Example:
         >>> from tpufit.preflight.analysis import Cost, Memory
@@ -78,11 +78,11 @@ class PreflightReport:
     def step(self) -> CompiledProgram:
         """The program of a whole training step, which takes most of the time.
 
-        Of several for the same batches it is the last: the first may only make the optimizer's state, or accumulate.
+        If several have the same batches it is the last: the first may only create the optimizer's state, or accumulate.
         """
         first = self.programs[0]
-        of_step = [one for one in self.programs if (one.role, one.rows) == (first.role, first.rows)]
-        return next((one for one in of_step if not one.fits), of_step[-1])
+        candidates = [one for one in self.programs if (one.role, one.rows) == (first.role, first.rows)]
+        return next((one for one in candidates if not one.fits), candidates[-1])
 
     @property
     def fits(self) -> bool:
@@ -91,7 +91,7 @@ class PreflightReport:
 
     @property
     def status(self) -> int:
-        """The exit status of `python -m tpufit preflight`: 0 if all fits, else 1."""
+        """The exit status of `python -m tpufit preflight`: 0 if all programs fit, else 1."""
         return FITS if self.fits else TOO_LARGE
 
     @property
@@ -106,7 +106,7 @@ class PreflightReport:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The seconds of a step if only arithmetic, memory or the links took time, at their published peak."""
+        """The seconds of a step if only arithmetic, only memory or only the links took time, at published peaks."""
         work = self._work
         chip = self.tpu.chip
         return {
@@ -117,7 +117,7 @@ class PreflightReport:
 
     @property
     def bound(self) -> str:
-        """What bounds a step most: `"arithmetic"`, `"memory"` or `"links"`."""
+        """The resource that limits a step: `"arithmetic"`, `"memory"` or `"links"`."""
         return max(self.bounds, key=self.bounds.__getitem__)
 
     @property
@@ -127,16 +127,16 @@ class PreflightReport:
 
     @property
     def warnings(self) -> list[str]:
-        """What is wrong, in sentences, each with its program."""
-        # Of one kind that of the first program is enough: the others have the same layers.
-        found: dict[str, str] = {}
+        """The warnings, in sentences, each with its program."""
+        # Only the first program's warning of each kind: the other programs have the same layers.
+        warnings: dict[str, str] = {}
         for program in self.programs:
-            for kind, said in program.warnings.items():
-                found.setdefault(kind, f"{program.role} of {program.rows} rows: {said}")
-        return list(found.values())
+            for kind, message in program.warnings.items():
+                warnings.setdefault(kind, f"{program.role} of {program.rows} rows: {message}")
+        return list(warnings.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures, as JSON holds them."""
+        """Return all figures in a form that JSON can store."""
         programs = [
             {
                 **{name: value for name, value in asdict(program).items() if name not in ("text", "layers")},
@@ -150,15 +150,15 @@ class PreflightReport:
             "bounds": self.bounds,
             "share_of_peak": self.share_of_peak,
         }
-        own = {"tpu": asdict(self.tpu), "batch_size": self.batch_size, "precision": self.precision, "fits": self.fits}
-        own |= {"steps_per_execution": self.steps_per_execution, "compiler": dict(self.compiler), "remat": self.remat}
-        return own | {"estimates": estimates, "programs": programs}
+        facts = {"tpu": asdict(self.tpu), "batch_size": self.batch_size, "precision": self.precision, "fits": self.fits}
+        facts |= {"steps_per_execution": self.steps_per_execution, "compiler": dict(self.compiler), "remat": self.remat}
+        return facts | {"estimates": estimates, "programs": programs}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `report.json`, and each optimised program as text.
 
         Args:
-            folder: The folder, which is made if it is missing.
+            folder: The folder, which is created if it is missing.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -196,27 +196,27 @@ class PreflightReport:
 
     @property
     def _work(self) -> _Work:
-        """The work of one step, of which a program may join several."""
+        """The work of one step; a program may join several."""
         step = self.step
         count = self.tpu.devices
-        # A sum over n cores sends each byte (n - 1) / n times to be added, and as often to be spread.
+        # A sum over n cores sends each byte (n - 1) / n times for the sum, and as often to distribute it.
         sent = sum(one.nbytes * (1 + one.adds) for one in step.collectives) * (count - 1) / count
         amounts = (step.cost.flops, step.cost.nbytes, step.cost.cycles, sent, step.rows)
         return _Work(*(amount / step.steps for amount in amounts))
 
     def _by_layer(self) -> list[tuple[str, dict[str, float]]]:
-        """The estimated seconds of each layer in one step by phase, the most first."""
-        found: dict[str, dict[str, float]] = {}
+        """Return the estimated seconds of each layer in one step by phase, in descending order."""
+        by_layer: dict[str, dict[str, float]] = {}
         for (phase, layer), cycles in self.step.layers.items():
-            own = found.setdefault(layer or phase or "elsewhere", dict.fromkeys(_PHASES, 0.0))
-            own[phase] += cycles / self.step.steps / self.tpu.chip.clock
-        return sorted(found.items(), key=lambda pair: -sum(pair[1].values()))
+            seconds = by_layer.setdefault(layer or phase or "elsewhere", dict.fromkeys(_PHASES, 0.0))
+            seconds[phase] += cycles / self.step.steps / self.tpu.chip.clock
+        return sorted(by_layer.items(), key=lambda pair: -sum(pair[1].values()))
 
     def _headline(self) -> Text:
         step = self.step
         chip = self.tpu.chip
         hosts = f" on {self.tpu.hosts} hosts" if self.tpu.hosts > 1 else ""
-        cores = f"{counted(self.tpu.devices, 'core')}{hosts}"
+        cores = f"{say_count(self.tpu.devices, 'core')}{hosts}"
         remat = f", remat={self.remat!r}" if self.remat else ""
         head = f"{self.tpu.name}: {cores}, {self._work.rows:.0f} rows a step, {self.precision}{remat}\n"
         share = step.memory.total / chip.memory
@@ -231,13 +231,13 @@ class PreflightReport:
         return text
 
     def _of_kernels(self) -> str:
-        """What is said of kernels, which the compiler doesn't estimate."""
+        """Return a sentence about kernels, for which the compiler has no estimate."""
         cost = self.step.cost
         steps = self.step.steps
         share = cost.of_kernels / cost.cycles
         return (
-            f"the compiler has no estimate for {counted(cost.kernels // steps, 'kernel')}: their {share:.0%} of the "
-            "time are tpufit's own, by their products at the chip's peak and their bytes at its bandwidth"
+            f"the compiler has no estimate for {say_count(cost.kernels // steps, 'kernel')}: tpufit estimates "
+            f"{share:.0%} of the time for them, from their products at the chip's peak and their bytes at its bandwidth"
         )
 
     def _memory(self) -> Table:
@@ -260,8 +260,8 @@ class PreflightReport:
             rows = [*rows[:_SHOWN], (f"{len(rows) - _SHOWN} others", rest)]
         for layer, seconds in rows:
             times = [seconds["forward"], seconds["backward"], seconds["optimizer"] + seconds[""]]
-            shown = [f"{1e6 * each:,.0f} us" if each else "" for each in times]
-            table.add_row(layer, *shown, f"{sum(times) / whole:.0%}")
+            cells = [f"{1e6 * each:,.0f} us" if each else "" for each in times]
+            table.add_row(layer, *cells, f"{sum(times) / whole:.0%}")
         return table
 
     def _programs(self) -> Table:
@@ -280,25 +280,25 @@ class PreflightReport:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         parts: list[Any] = [self._headline(), self._memory()]
-        if self.step.cost.cycles:
+        if any(layer for _, layer in self.step.layers):  # a trace by torch_tpu has no layers
             parts += [Text(), self._layers()]
         parts += [Text(), self._programs()]
-        for name, layers in attention_in_words(self.step.attention).items():
+        for name, layers in group_attention_forms(self.step.attention).items():
             parts.append(Text(f"\n{name}: {layers}"))
         if self.step.cost.kernels:
             parts.append(Text(self._of_kernels()))
         if self.step.cost.loops:
-            loops = counted(self.step.cost.loops // self.step.steps, "loop")
-            parts.append(Text(f"how often {loops} will turn isn't known: all figures count what is in it once"))
+            loops = say_count(self.step.cost.loops // self.step.steps, "loop")
+            parts.append(Text(f"the number of iterations of {loops} is unknown: all figures count one iteration"))
         if self.compiler:
             parts.append(Text(f"\ncompiled with {_named(self.compiler)}"))
         if self.steps_per_execution == "auto":
             parts.append(Text(_JOINED_LATER))
-        parts += [Text(f"warning: {said}", style="yellow") for said in self.warnings]
+        parts += [Text(f"warning: {message}", style="yellow") for message in self.warnings]
         yield Group(*parts)
 
     def __str__(self) -> str:
-        return rendered(self, _WIDTH)
+        return render(self, _WIDTH)
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Comparison:
     """The reports of one training on several TPUs.
 
     Attributes:
-        reports: The reports, in the order that was asked for.
+        reports: The reports, in the requested order.
     """
 
     reports: Sequence[PreflightReport]
@@ -323,12 +323,15 @@ class Comparison:
 
     @property
     def cheapest(self) -> PreflightReport | None:
-        """The report of the slice with the lowest list price a row, by the estimates, of those that fit; or None."""
-        fitting = [report for report in self.reports if report.fits]
-        return min(fitting, key=price, default=None)
+        """The report of the fitting slice with the lowest estimated list price a row; None if none fits.
+
+        Slices without a published price are left out.
+        """
+        prices = [(each, i) for i, one in enumerate(self.reports) if one.fits and (each := price(one)) is not None]
+        return self.reports[min(prices)[1]] if prices else None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write each report into a folder of its own, named by its slice.
+        """Write each report into a subfolder, named after its slice.
 
         Args:
             folder: The folder.
@@ -352,30 +355,33 @@ class Comparison:
             used = f"{size(report.step.memory.total)} of {size(report.tpu.chip.memory)}"
             times = ("?", "?", "?", "?")
             if report.step.cost.cycles:
-                cost = f"{1e6 * price(report):.3g}"
+                each = price(report)
+                cost = "?" if each is None else f"{1e6 * each:.3g}"
                 times = (f"{1000 * report.seconds:.3g}", f"{report.rows_per_second:,.0f}", cost, report.bound)
             mark = " <- cheapest that fits" if report is self.cheapest else ""
             fits = Text("yes", style="green") if report.fits else Text("no", style="bold red")
             table.add_row(report.tpu.name, str(report.tpu.devices), fits, used, *times[:3], times[3] + mark)
-        own = self.reports[0].compiler
-        by = f" ({_named(own)})" if own else ""
-        note = f"* the compiler's estimate{by}, at list prices of a chip's hour; none of it is measured"
+        compiler = self.reports[0].compiler
+        versions = f" ({_named(compiler)})" if compiler else ""
+        note = f"* the compiler's estimate{versions}, at list prices of a chip's hour; nothing is measured"
         yield Group(table, Text(note))
 
     def __str__(self) -> str:
-        return rendered(self, _WIDTH)
+        return render(self, _WIDTH)
 
 
 def _named(compiler: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in compiler.items())
 
 
-def price(report: PreflightReport) -> float:
-    """The estimated list price of a row, in US dollars."""
+def price(report: PreflightReport) -> float | None:
+    """Return the estimated list price of a row, in US dollars; None if no price is published."""
     chip = report.tpu.chip
+    if chip.price is None:
+        return None
     return report.tpu.devices * chip.price / 3600 / max(report.rows_per_second, 1e-9)
 
 
 def status_of(reports: Iterable[PreflightReport | Comparison]) -> int:
-    """The exit status for several reports: the highest."""
+    """Return the exit status for several reports, which is the highest."""
     return max((report.status for report in reports), default=FITS)

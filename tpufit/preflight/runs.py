@@ -1,4 +1,4 @@
-"""`run_preflight`: from a compiled model and its data to a report: plan the steps, trace, compile, and read."""
+"""`run_preflight`: plans, traces and compiles the steps of a compiled model, and analyses the programs."""
 
 from __future__ import annotations
 
@@ -13,42 +13,45 @@ from typing import Any
 from .. import errors
 from ..backend import Cores
 from ..data.stream import DEFAULT_BATCH_SIZE, GLOBAL
-from ..errors import ArgumentError, PreflightError, counted
+from ..data.user_data import recognize, recognize_held_out
+from ..errors import ArgumentError, PreflightError, say_count
 from ..runtime import has_flash, keeps_bfloat16
-from ..step import Engine, policies_for
-from ..trainer.arguments import TrainingData, ValidationData, require_learning
+from ..step import Engine, list_policies
+from ..trainer.arguments import TrainingData, ValidationData
 from ..trainer.batch_size import require_rows
+from ..trainer.preconditions import require_learning
 from ..utils import hardware, releases
 from ..utils.users_code import warn
 from .analysis import CompiledProgram, analyse
 from .children import run
-from .pickling import pickled
+from .compiling import FLAGS
+from .pickling import pickle_training
 from .plan import ENVIRON, FAULT, PLAN, TRACED, PreflightPlan, plan_of
 from .report import Comparison, PreflightReport
 from .slices import Slice, slice_of, slice_with
 
 # The arguments of `fit` that change none of its programs.
 _WITHOUT_EFFECT = {"epochs", "callbacks", "initial_epoch", "min_epochs", "max_steps", "max_time", "resume", "strict"}
-_WITHOUT_EFFECT |= {"cores"}
-_CLOSE = 1.05  # a batch this near to one that doesn't fit is the largest
+_WITHOUT_EFFECT |= {"cores", "sanity_steps"}
+_CLOSE = 1.05  # the search ends if a batch larger by this factor doesn't fit
 
 
 @dataclass(frozen=True)
 class PreflightRun:
-    """A preflight that was asked for."""
+    """A requested preflight."""
 
     engine: Engine
     train: TrainingData
     validation: ValidationData
     limit: int | float | None
-    timeout: float  # the seconds that one process may take
+    timeout: float  # the time limit of one process, in seconds
     verbose: bool  # show a clock
-    # The versions of the TPU's compiler, and of what goes with it.
+    # The versions of the TPU's compiler and related packages.
     compiler: Mapping[str, str] = field(default_factory=dict)
-    remat: str | None = None  # "auto" to find the policy that costs the least of those with which all fits
+    remat: str | None = None  # "auto" to find the cheapest policy with which all programs fit
 
     def reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
-        """Compile all that `fit` would compile on slices: a report for each. Steps equal on several are traced once."""
+        """Compile the programs of a `fit` for slices; return a report for each. Equal steps are traced once."""
         sized = [replace(self, train=replace(self.train, batch_size=self.batch_size_on(on))) for on in slices]
         slices_by_key: dict[Any, list[int]] = {}
         for i, on in enumerate(slices):
@@ -58,21 +61,21 @@ class PreflightRun:
         found: dict[int, PreflightReport] = {}
         for group in slices_by_key.values():
             one = sized[group[0]]
-            found |= one.fitting({i: slices[i] for i in group})
+            found |= one.compile_for({i: slices[i] for i in group})
         return [found[i] for i in range(len(slices))]
 
-    def fitting(self, slices: Mapping[int, Slice]) -> dict[int, PreflightReport]:
-        """Compile everything for numbered slices that the steps are traced alike for: a report for each, by its number.
+    def compile_for(self, slices: Mapping[int, Slice]) -> dict[int, PreflightReport]:
+        """Compile all programs for numbered slices with equal traces; return a report for each, by its number.
 
-        With `remat="auto"` it is by the first policy with which all fits, or by the last.
+        With `remat="auto"` a report is for the first policy with which all programs fit, or for the last.
         """
         left = dict(slices)
         found: dict[int, PreflightReport] = {}
         plan = self.plan(next(iter(slices.values())))
         given = plan.config.remat
-        for remat in [given] if self.remat is None else policies_for(given):
+        for remat in [given] if self.remat is None else list_policies(given):
             tried = replace(plan, config=plan.config.with_remat(remat, plan.model.module))
-            found |= zip(left, self.compiled(tried, list(left.values())), strict=True)
+            found |= zip(left, self.compile_plan(tried, list(left.values())), strict=True)
             left = {i: on for i, on in left.items() if not found[i].fits}
             if not left:
                 break
@@ -83,10 +86,10 @@ class PreflightRun:
         plan = plan_of(self.engine, self.train, self.validation, on.devices, self.limit)
         return replace(plan, kind=on.chip.kind)
 
-    def compiled(self, plan: PreflightPlan, slices: Sequence[Slice]) -> list[PreflightReport]:
-        """Trace the steps of a plan, and compile them: a report for each slice.
+    def compile_plan(self, plan: PreflightPlan, slices: Sequence[Slice]) -> list[PreflightReport]:
+        """Trace the steps of a plan, and compile them; return a report for each slice.
 
-        Each has as many cores as the plan is for, and its steps are traced alike.
+        All slices have the plan's number of cores, and equal traces.
         """
         rows = plan.passes[0].groups[0][0].rows
         given = self.train.batch_size
@@ -109,14 +112,14 @@ class PreflightRun:
             ]
 
     def trace(self, plan: PreflightPlan, folder: Path) -> dict[str, Any]:
-        """Trace the steps of a plan into a folder, for any slice of as many cores for which they are traced alike.
+        """Trace the steps of a plan into a folder, for all slices with this number of cores and equal traces.
 
         Returns:
-            The facts about each program, by the name of its file, see `Tracer.described`.
+            The facts about each program, by the name of its file, see `Tracer.describe_programs`.
         """
         state, _ = self.engine.state.tensors()
-        (folder / PLAN).write_bytes(pickled(plan, plan.model, state.keys()))
-        what = f"tracing for {counted(plan.cores, 'core')}"
+        (folder / PLAN).write_bytes(pickle_training(plan, plan.model, state.keys()))
+        what = f"tracing for {say_count(plan.cores, 'core')}"
         try:
             run(["-P", "-m", f"{__package__}.tracing", str(folder)], what, self.timeout, self.verbose, ENVIRON)
         except PreflightError as error:
@@ -131,7 +134,7 @@ class PreflightRun:
             "topology": on.topology,
             "chips_per_host_bounds": on.chips_per_host_bounds,
             "cores": on.devices,
-            "flags": on.chip.flags,
+            "flags": f"{FLAGS} {on.chip.flags}" if releases.sets_flags(self.compiler) else "",
             "config": on.chip.config,
             "programs": traced,
         }
@@ -141,11 +144,11 @@ class PreflightRun:
         try:
             run(command, f"compiling for {on.name}", self.timeout, self.verbose)
         except PreflightError as error:
-            if not self.compiler or releases.tried(self.compiler):
+            if not self.compiler or releases.is_tested(self.compiler):
                 raise
-            why = releases.untried(self.compiler)
+            why = releases.explain_untested(self.compiler)
             cure = releases.command(self.compiler)
-            raise PreflightError(f"{error}\nPerhaps because {why}. One that was: {cure}") from None
+            raise PreflightError(f"{error}\nPerhaps because {why}. A tested version: {cure}") from None
         found = []
         for name, facts in traced.items():
             compiled = json.loads((folder / f"{name}.{on.name}.json").read_text())
@@ -159,17 +162,17 @@ class PreflightRun:
         return found
 
     def batch_size_on(self, on: Slice) -> int | str | None:
-        """The batch size on a slice, by the argument of `fit`."""
+        """Return the batch size on a slice, from the argument of `fit`."""
         size: int | str | None = self.train.batch_size
         return self._largest(on) if size == "auto" else size
 
     def _largest(self, on: Slice) -> int:
         """Find the largest batch size per core whose training step fits, by compiling it at several sizes.
 
-        A compilation takes minutes and gives the bytes, which name the next size; `trainer.batch_size.largest` tries
-        sizes out, which only says yes or no.
+        A compilation takes minutes and returns the bytes, from which the next size is computed; `trainer.batch_size`
+        tries sizes on the device, which shows only whether they fit.
         """
-        require_rows(self.train.x)
+        require_rows(self.train.data)
         train, _ = self.validation.split_off(self.train)
         largest = 0
         smallest_too_large = 0
@@ -182,7 +185,7 @@ class PreflightRun:
             if size in totals:  # all rows are in one batch, and it fits
                 return size
             one = replace(plan, passes=[replace(plan.passes[0], groups=plan.passes[0].groups[:1])])
-            step = sized.compiled(one, [on])[0].step
+            step = sized.compile_plan(one, [on])[0].step
             totals[size] = step.memory.total
             if step.fits:
                 largest = size
@@ -192,7 +195,7 @@ class PreflightRun:
                 break
             size = _next_size(largest, smallest_too_large, totals, on)
         if not largest:
-            raise PreflightError(f"not even one row a core fits into a core of {on.name}: {step.warnings['memory']}")
+            raise PreflightError(f"not even one row per core fits into a core of {on.name}: {step.warnings['memory']}")
         return largest
 
 
@@ -209,37 +212,43 @@ def run_preflight(
     if not slices:
         raise ArgumentError("tpu must be the name of a slice, such as 'v5e-8', or several, got none")
     one = preflight_run_of(engine, arguments)
+    for on in slices:
+        if on.chip.runtime not in ("", releases.runtime_of(one.compiler)):
+            raise PreflightError(releases.explain_unknown_chip(one.compiler, on.chip.name))
     reports = one.reports(slices)
     engine.log.predicted = reports[0].seconds
     return reports[0] if isinstance(tpu, str) else Comparison(reports)
 
 
 def largest_batch(engine: Engine, train: TrainingData, cores: Cores, memory: int) -> int | None:
-    """Find the largest batch whose training step fits into the memory of these cores, in bytes: the rows a core.
+    """Find the most rows per core whose training step fits into the memory of these cores, in bytes.
 
-    It is None if the compiler is missing, or these cores are no slice that it could compile for.
+    None if the compiler is missing, or if it can't compile for a slice of these cores.
 
     Raises:
         PreflightError: The step can't be traced or compiled, or not even one row fits.
     """
     on = slice_with(hardware.chips(), cores.count, memory)
-    if on is None or releases.missing(releases.compiler()):
+    if on is None or releases.list_missing(releases.compiler()):
         return None
-    run = PreflightRun(engine, replace(train, batch_size="auto"), ValidationData(), None, 3600.0, True, checked())
+    run = PreflightRun(
+        engine, replace(train, batch_size="auto"), ValidationData(), None, 3600.0, True, check_compiler()
+    )
     size = run.batch_size_on(on)
     return None if isinstance(size, str) else size
 
 
 def preflight_run_of(engine: Engine, arguments: Mapping[str, Any]) -> PreflightRun:
-    """Make a run of all arguments of `Model.preflight` but `tpu`.
+    """Create a run from the arguments of `Model.preflight` except `tpu`.
 
     Raises:
-        ArgumentError: `fit` has no such argument, or nothing learns.
+        ArgumentError: `fit` has no such argument, or no parameter learns.
         PreflightError: The compiler is missing.
     """
-    own = {one.name for one in fields(TrainingData)}
+    parts = {"x", "y", "sample_weight"}
+    own = {one.name for one in fields(TrainingData)} - {"data"}
     held = {f"validation_{one.name}" for one in fields(ValidationData)}
-    unknown = sorted(arguments.keys() - own - held - _WITHOUT_EFFECT - {"limit", "timeout", "verbose", "remat"})
+    unknown = sorted(arguments.keys() - parts - own - held - _WITHOUT_EFFECT - {"limit", "timeout", "verbose", "remat"})
     if unknown:
         raise ArgumentError(f"preflight takes the arguments of fit, tpu, remat and timeout, got {', '.join(unknown)}")
     require_learning(engine)
@@ -247,39 +256,48 @@ def preflight_run_of(engine: Engine, arguments: Mapping[str, Any]) -> PreflightR
     if remat not in (None, "auto"):
         raise ArgumentError(f"preflight's remat must be 'auto' or None, got {remat!r}: compile takes the others")
     if remat and arguments.get("batch_size") == "auto":
-        raise ArgumentError("remat='auto' is for a batch that doesn't fit: give its batch_size, and not 'auto' too")
-    train = TrainingData(**{name: value for name, value in arguments.items() if name in own})
+        raise ArgumentError("remat='auto' needs a fixed batch_size, but got batch_size='auto' too: pass a number")
+    data = recognize(**{name: value for name, value in arguments.items() if name in parts})
+    train = TrainingData(data, **{name: value for name, value in arguments.items() if name in own})
     given = {name.removeprefix("validation_"): value for name, value in arguments.items() if name in held}
     timeout = arguments.get("timeout", 3600.0)
     verbose = bool(arguments.get("verbose", True))
-    if remat:  # names that are missing are told before anything is compiled
-        for one in policies_for(engine.config.remat):
+    if remat:  # missing names are errors before the first compilation
+        for one in list_policies(engine.config.remat):
             engine.config.with_remat(one, engine.model.module)
+    if given.get("data") is not None:
+        given["data"] = recognize_held_out(given["data"], "validation_data", data)
     validation = ValidationData(**given)
-    return PreflightRun(engine, train, validation, arguments.get("limit"), timeout, verbose, checked(), remat)
+    return PreflightRun(engine, train, validation, arguments.get("limit"), timeout, verbose, check_compiler(), remat)
 
 
-def checked() -> dict[str, str]:
-    """The versions of the TPU's compiler, and of what goes with it. A warning says if nobody has tried these together.
+def check_compiler() -> dict[str, str]:
+    """Return the versions of the TPU's compiler and related packages. Warn if this combination is untested.
 
     Raises:
-        PreflightError: It is not installed.
+        PreflightError: The compiler isn't installed.
     """
     found = releases.compiler()
-    missing = releases.missing(found)
+    missing = releases.list_missing(found)
+    if found.get(releases.runtime_of(found)) is None:
+        raise PreflightError(
+            "a preflight traces steps with the runtime for the TPU's compiler, but no runtime is installed. Run: "
+            "pip install 'tpufit[preflight]', or for TorchTPU: pip install 'tpufit[tpu]'"
+        )
+    releases.check_versions(*(releases.version(name) for name in ("torch", *releases.RUNTIMES)))
     if missing:
         here = ", ".join(f"{name} {own or 'missing'}" for name, own in found.items())
         raise PreflightError(
             f"a preflight needs the TPU's compiler: {releases.command(found, *missing)}, which takes up to 1 GB (from "
             f"Python 3.11 on). Here: {here}"
         )
-    if not releases.tried(found):
-        warn(f"{releases.untried(found)}. It is tried now; one that was: {releases.command(found)}")
+    if not releases.is_tested(found):
+        warn(f"{releases.explain_untested(found)}. The preflight uses it; a tested version: {releases.command(found)}")
     return {name: str(own) for name, own in found.items()}
 
 
 def _fault(folder: Path) -> errors.TpufitError | None:
-    """The error that has ended the tracing process, if it was one of ours."""
+    """Return the error that ended the tracing process, if it was one of tpufit's."""
     path = folder / FAULT
     if not path.exists():
         return None
@@ -287,13 +305,13 @@ def _fault(folder: Path) -> errors.TpufitError | None:
     kind = getattr(errors, told["kind"], PreflightError)
     try:
         fault: errors.TpufitError = kind(told["message"])
-    except TypeError:  # one that is built from other arguments
+    except TypeError:  # its class takes other arguments
         fault = PreflightError(told["message"])
     return fault
 
 
 def _next_size(largest: int, too_large: int, totals: dict[int, int], on: Slice) -> int:
-    """The next batch size to try: where a straight line through two known sizes reaches the memory of a core."""
+    """Return the next batch size: where a line through two known sizes reaches the memory of a core."""
     if not too_large and len(totals) == 1:
         return largest * 4
     known = sorted(totals)
@@ -304,7 +322,7 @@ def _next_size(largest: int, too_large: int, totals: dict[int, int], on: Slice) 
     reaches = int(b + (on.chip.memory * 0.98 - totals[b]) / slope) if slope > 0 else 2 * b
     if not largest:
         return max(1, min(too_large // 2, reaches))
-    # At least 5 % from a bound: then a guess that is wrong ends the search, and one that is right moves a bound so far.
+    # At least 5 % from a bound: a wrong guess then ends the search, and a right guess moves a bound by this distance.
     low = max(largest + 1, int(largest * _CLOSE))
     high = min(too_large - 1, math.ceil(too_large / _CLOSE)) if too_large else 16 * largest
     return max(low, min(high, reaches))

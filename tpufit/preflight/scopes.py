@@ -1,7 +1,7 @@
-"""`Scopes`: names the operations of a traced step by the user's layer and line that they come from.
+"""`Scopes`: names the operations of a traced step by the user's layer and line.
 
-torch_xla writes the scope under which an operation is traced into the program, and XLA keeps it to the end. A scope of
-ours is `~phase|layer|line~`; the innermost one counts. (After an `@` XLA drops the rest.)
+torch_xla writes the scope of a traced operation into the program, and XLA preserves it. tpufit's scopes have the form
+`~phase|layer|line~`; the innermost scope counts. (XLA drops what follows an `@`.)
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import PreflightError
 from ..runtime import cure_for, falls_back, scope
-from ..utils.users_code import NOBODYS, calling_lines
+from ..utils.users_code import LIBRARY_CODE, calling_lines
 
 FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
-_NAMED = "layer"  # in a node's metadata: to keep the node itself would keep the step's tensors
+_NAMED = "layer"  # a key in a node's metadata; a reference to the node itself would keep the step's tensors
 
 
 class Scopes(TorchFunctionMode):
-    """Names the operations of a traced step by the user's layer and line, and refuses those that the host would run."""
+    """Names the operations of a traced step by the user's layer and line, and refuses operations that fall back."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.lines: dict[str, int] = {}  # the user's, each with its index, which scopes have
+        self.lines: dict[str, int] = {}  # the user's lines, with their indices in scopes
         self._names = {id(part): name or type(part).__name__ for name, part in module.named_modules()}
-        self._layers: list[str] = []  # those whose forward is running
+        self._layers: list[str] = []  # the layers whose forward is running
         self._open: list[ExitStack] = []
 
     @contextmanager
@@ -42,7 +42,7 @@ class Scopes(TorchFunctionMode):
         with ExitStack() as stack:
             for handle in (
                 register_module_forward_pre_hook(self._enter_layer),
-                # Also where `torch.utils.checkpoint` ends a block early, by an exception.
+                # Always called, because `torch.utils.checkpoint` may end a block early by an exception.
                 register_module_forward_hook(self._leave_layer, always_call=True),
                 register_optimizer_step_pre_hook(lambda *_: self._layers.append("")),
                 register_optimizer_step_post_hook(self._leave_optimizer),
@@ -57,10 +57,10 @@ class Scopes(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name.startswith("__get"):  # an attribute, such as a shape
             return func(*args, **(kwargs or {}))
-        line = calling_lines().removesuffix(NOBODYS)
+        line = calling_lines().removesuffix(LIBRARY_CODE)
         if falls_back(name) and any(leaf.device.type != "cpu" for leaf in _tensors((args, kwargs))):
             raise PreflightError(
-                f"the step calls {name}, which the host would run, at {line}. {cure_for(f'aten::{name}')}"
+                f"the step calls {name} at {line}, which would run on the host. {cure_for(f'aten::{name}')}"
             )
         with scope(self._name(FORWARD, line)):
             result = func(*args, **(kwargs or {}))
@@ -80,11 +80,11 @@ class Scopes(TorchFunctionMode):
 
     def _leave_layer(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         if id(layer) in self._names:
-            self._name_backward(inputs, outputs, "")  # of what no function has named
+            self._name_backward(inputs, outputs, "")  # for nodes that no function has named
             self._layers.pop()
 
     def _name_backward(self, inputs: Any, outputs: Any, line: str) -> None:
-        """Name the nodes that were added to the backward pass between some inputs and outputs."""
+        """Name the nodes of the backward pass between inputs and outputs."""
         nodes = [leaf.grad_fn for leaf in _tensors(outputs)]
         if not any(nodes):
             return
@@ -94,10 +94,10 @@ class Scopes(TorchFunctionMode):
             node = nodes.pop()
             if node is None or node in stop:
                 continue
-            known: Any = node.metadata  # a dict, which PyTorch's types call a method
-            if _NAMED in known:
+            metadata: Any = node.metadata  # a dict, though PyTorch's types call it a method
+            if _NAMED in metadata:
                 continue
-            known[_NAMED] = name
+            metadata[_NAMED] = name
             self._name_node(node, name)
             nodes += [following for following, _ in node.next_functions]
 

@@ -1,4 +1,4 @@
-"""`slice_of`: a TPU slice by the cloud's name for it, with what its devices can do and how its chips are laid out."""
+"""`slice_of`: finds a TPU slice by its name in the cloud, with its devices' capabilities and its chips' topology."""
 
 import math
 from collections.abc import Sequence
@@ -12,21 +12,23 @@ from ..utils.hardware import GENERATIONS, Chip
 
 @dataclass(frozen=True)
 class TPU:
-    """What one device of a TPU generation can do: a core of a v2 or v3, a chip of the others.
+    """The capabilities of one device of a TPU generation: a core of a v2 or v3, a chip of later generations.
 
     Attributes:
         name: The generation, e.g. `"v5e"`.
-        kind: What the runtime calls it, e.g. `"TPU v5 lite"`.
-        memory: Its memory, in bytes, as the vendor says.
-        bandwidth: What it reads of that memory, in bytes a second.
-        peak: Its matrix products in bfloat16, in operations a second.
+        kind: The runtime's name of it, e.g. `"TPU v5 lite"`.
+        memory: Its memory, in bytes, according to the vendor.
+        bandwidth: The bandwidth of this memory, in bytes a second.
+        peak: Its peak for matrix products in bfloat16, in operations a second.
         clock: Its cycles a second.
-        links: What it sends to others over its links between chips, in bytes a second, all links together.
-        price: Its list price, in US dollars an hour.
-        flags: The flags that torch_xla starts this generation with, besides those of all.
-        config: The name that libtpu has for the way in which torch_xla starts it: a v4's two cores as one device.
-        side: The side of its matrix units, up to which the widths of a product are filled.
-        halves: The cores that a device consists of; a kernel may run on one of them alone.
+        links: The bandwidth of its links to other chips, in bytes a second, all links together.
+        price: Its list price, in US dollars an hour; None if none is published.
+        flags: The flags with which torch_xla starts only this generation.
+        config: libtpu's name for the mode in which torch_xla starts it, e.g. a v4's two cores as one device.
+        side: The side of its matrix units, to which the widths of a product are padded.
+        halves: The number of cores in a device; a kernel may run on only one of them.
+        family: libtpu's name of the generation, if it differs from `name`.
+        runtime: The only runtime whose compiler knows it, e.g. `"torch_tpu"`; by default all do.
     """
 
     name: str
@@ -36,20 +38,22 @@ class TPU:
     peak: float
     clock: float
     links: float
-    price: float
+    price: float | None
     flags: str = ""
     config: str = "default"
     side: int = 128
     halves: int = 1
+    family: str = ""
+    runtime: str = ""
 
     def cycles_of(self, kernel: KernelWork) -> int:
-        """The cycles of a kernel, for which the compiler has no estimate: an estimate of tpufit's own.
+        """Estimate the cycles of a kernel, for which the compiler has no estimate.
 
-        It is the time of the kernel's matrix products at the chip's peak, or of its bytes at the memory's bandwidth:
-        the longer of the two.
+        The estimate is the longer of two times: of the kernel's matrix products at the chip's peak, and of its bytes at
+        the memory's bandwidth.
         """
-        filled = math.ceil(kernel.width / self.side) * self.side / kernel.width
-        arithmetic = kernel.operations * filled / self.peak * (1 if kernel.shared else self.halves)
+        padding = math.ceil(kernel.width / self.side) * self.side / kernel.width
+        arithmetic = kernel.operations * padding / self.peak * (1 if kernel.shared else self.halves)
         return round(max(arithmetic, kernel.nbytes / self.bandwidth) * self.clock)
 
 
@@ -58,12 +62,12 @@ class Slice:
     """Chips of one generation that are rented together.
 
     Attributes:
-        name: The cloud's name for it, e.g. `"v5e-8"`.
-        chip: What each of its devices can do.
-        devices: The number of devices that the runtime shows, on all hosts.
+        name: Its name in the cloud, e.g. `"v5e-8"`.
+        chip: The capabilities of each device.
+        devices: The number of devices in the runtime, on all hosts.
         hosts: The number of machines, each of which runs a process.
-        topology: How its chips are laid out, as libtpu names it, e.g. `"v5e:2x4"`.
-        chips_per_host_bounds: How those of one host are laid out, e.g. `(2, 4, 1)`.
+        topology: libtpu's name of its topology, e.g. `"v5e:2x4"`.
+        chips_per_host_bounds: The topology of one host's chips, e.g. `(2, 4, 1)`.
     """
 
     name: str
@@ -74,19 +78,20 @@ class Slice:
     chips_per_host_bounds: tuple[int, int, int]
 
 
-# Memory and bandwidth of a chip (a v3 shows half of one): docs.cloud.google.com/tpu/docs/v3, v4, v5e,
-# v5p-training and v6e. v2: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks" (2020).
+# Memory and bandwidth of a chip (a v3 and a v7x show half of one): docs.cloud.google.com/tpu/docs/v3, v4, v5e,
+# v5p-training, v6e and tpu7x. v2: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks"
+# (2020).
 # Clocks: the same paper for v2 and v3; Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023); "How
-# to Scale Your Model" (jax-ml.github.io/scaling-book/tpus) for v5e. All agree with the peak over the operations of a
-# cycle: two for each of the 128 x 128 places in each matrix unit, of which a device has 1, 2, 8 and 4. For v5p and v6e
-# no clock is published: theirs is the peak over 262,144 and 524,288 operations a cycle, which libtpu's estimates of a
-# large product come near.
-# Links: the same pages. Half of what a chip of v5e, v5p and v6e does in both directions, 400, 1,200 and 800 GB/s; for
-# v3 and v4 what a pod adds up, 340 TB/s and 1.1 PB/s, by its 1,024 and 4,096 chips (for v5e and v6e the two are the
-# same). v2: four links of 496 Gbit/s a chip, by the same paper; no page of the vendor has it.
-# Prices: what the cloud asks on demand in us-central1 (v4: us-central2), of cloud.google.com/tpu/pricing as
-# github.com/skypilot-org/skypilot-catalog has it, catalogs/v8/gcp/vms.csv at 006059e. Other regions ask up to 43 %
-# more, and a v2 on more than one host is a third dearer.
+# to Scale Your Model" (jax-ml.github.io/scaling-book/tpus) for v5e. All agree with the peak divided by the operations
+# of a cycle: two for each of the 128 x 128 cells of a matrix unit, with 1, 2, 8 and 4 units in a device. For v5p,
+# v6e and v7x no clock is published: it is the peak divided by 262,144, 524,288 and 524,288 operations a cycle, which
+# nearly matches libtpu's estimates of a large product.
+# Links: the same pages. For v5e, v5p, v6e and v7x, half of a chip's bandwidth in both directions, 400, 1,200, 800 and
+# 1,200 GB/s; for v3 and v4 the total of a pod, 340 TB/s and 1.1 PB/s, divided by its 1,024 and 4,096 chips (for v5e
+# and v6e both methods agree). v2: four links of 496 Gbit/s a chip, from the same paper; no page of the vendor has it.
+# Prices: on demand in us-central1 (v4: us-central2), from cloud.google.com/tpu/pricing as copied by
+# github.com/skypilot-org/skypilot-catalog, catalogs/v8/gcp/vms.csv at 006059e. Other regions cost up to 43 % more, and
+# a v2 on more than one host costs a third more.
 _V5_FLAGS = "--xla_enable_async_all_gather=true --xla_enable_async_collective_permute=true"
 
 
@@ -102,11 +107,23 @@ _V4 = _tpu("v4", "TPU v4", bandwidth=1200e9, clock=1.05e9, links=269e9, price=3.
 _V5E = _tpu("v5e", "TPU v5 lite", bandwidth=819e9, clock=1.5e9, links=200e9, price=1.2, flags=_V5_FLAGS)
 _V5P = _tpu("v5p", "TPU v5", bandwidth=2765e9, clock=1.75e9, links=600e9, price=4.2, flags=_V5_FLAGS, halves=2)
 _V6E = _tpu("v6e", "TPU v6 lite", bandwidth=1600e9, clock=1.75e9, links=400e9, price=2.7, side=256)
+_V7X = _tpu(
+    "v7x",
+    "TPU7x",
+    bandwidth=3690e9,
+    clock=2.2e9,
+    links=300e9,
+    price=None,
+    side=256,
+    family="tpu7x",
+    runtime="torch_tpu",
+)
 
 _FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 _DEEP = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x4x12 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16"
-# The chips of each slice that is to be had. Sources: cloud.google.com/tpu/docs/v2 and v3 (sizes), torch_xla 2.9's
-# _internal/tpu.py (their hosts), the pages of v5e, v5p and v6e; v4: MaxText's accelerator_to_spec_map.py.
+# The chips of each available slice. Sources: cloud.google.com/tpu/docs/v2 and v3 (sizes), torch_xla 2.9's
+# _internal/tpu.py (their hosts), the pages of v5e, v5p and v6e; v4: MaxText's accelerator_to_spec_map.py; v7x:
+# axlearn's experiments/aot_compilation.py.
 _SHAPES = {
     _V2: "2x2 4x4 8x8 8x16 16x16",
     _V3: "2x2 4x4 4x8 8x8 8x16 16x16 16x32 32x32",
@@ -114,13 +131,14 @@ _SHAPES = {
     _V5E: _FLAT,
     _V5P: f"{_DEEP} 16x16x16 16x16x24",
     _V6E: _FLAT,
+    _V7X: f"1x1x1 {_DEEP}",
 }
-_NAMED_BY_CHIPS = (_V5E, _V6E)  # the others by their TensorCores, of which a chip has two
-# The chips of a host; (2, 2, 1) for all other shapes.
-_SINGLE_HOSTS = {"1x1": (1, 1, 1), "2x4": (2, 4, 1)}
+_NAMED_BY_CHIPS = (_V5E, _V6E)  # the other names count TensorCores, of which a chip has two
+# The topology of a host's chips; (2, 2, 1) for all other shapes.
+_SINGLE_HOSTS = {"1x1": (1, 1, 1), "1x1x1": (1, 1, 1), "2x4": (2, 4, 1)}
 
 
-def _laid_out(chip: TPU, shape: str) -> Slice:
+def _slice(chip: TPU, shape: str) -> Slice:
     chips = math.prod(map(int, shape.split("x")))
     bounds = _SINGLE_HOSTS.get(shape, (2, 2, 1))
     return Slice(
@@ -128,20 +146,20 @@ def _laid_out(chip: TPU, shape: str) -> Slice:
         chip=chip,
         devices=chips * GENERATIONS[chip.name].devices,
         hosts=chips // math.prod(bounds),
-        topology=f"{chip.name}:{shape}",
+        topology=f"{chip.family or chip.name}:{shape}",
         chips_per_host_bounds=bounds,
     )
 
 
-SLICES = {
-    found.name: found for chip, shapes in _SHAPES.items() for found in (_laid_out(chip, s) for s in shapes.split())
-}
+_ALL = [_slice(chip, shape) for chip, shapes in _SHAPES.items() for shape in shapes.split()]
+SLICES = {each.name: each for each in _ALL}
 
 
 def slice_of(name: str) -> Slice:
-    """Find a TPU slice by the cloud's name for it, e.g. `"v3-8"`, `"v5e-8"` or `"v5litepod-8"`, which is the same.
+    """Find a TPU slice by its name in the cloud, e.g. `"v3-8"`, or `"v5e-8"`, a synonym of `"v5litepod-8"`.
 
-    The number is that of the chips for v5e and v6e, and that of the TensorCores, two a chip, for the others.
+    For v5e and v6e the number counts chips, for the others TensorCores, of which a chip has two.
+    `"tpu7x-8"` is a synonym of `"v7x-8"`.
 
     Raises:
         UnknownNameError: There is no such slice.
@@ -151,20 +169,20 @@ def slice_of(name: str) -> Slice:
         >>> found.topology, found.devices, found.hosts
         ('v4:2x2x1', 4, 1)
     """
-    asked = str(name).strip().lower().replace("v5litepod-", "v5e-")
+    asked = str(name).strip().lower().replace("v5litepod-", "v5e-").replace("tpu7x-", "v7x-")
     if asked in SLICES:
         return SLICES[asked]
     generation = asked.partition("-")[0]
     known = [other for other, found in SLICES.items() if found.chip.name == generation]
     counted = "its chips" if generation in ("v5e", "v6e") else "its TensorCores, two a chip"
-    hint = f"The number of a {generation} is that of {counted}." if known else "Write a generation and a number."
+    hint = f"The number of a {generation} counts {counted}." if known else "Write a generation and a number."
     raise UnknownNameError("TPU slice", name, known or SLICES, hint)
 
 
 def slice_with(chips: Sequence[Chip], devices: int, memory: int) -> Slice | None:
-    """Find the slice that a host's chips are, or are a part of; None if no slice has so many devices, over all hosts.
+    """Find the slice to which a host's chips belong; None if no slice has this number of devices, on all hosts.
 
-    The memory of each, in bytes, tells a v2 from a v3.
+    The memory of a device, in bytes, distinguishes a v2 from a v3.
 
     Example:
         >>> slice_with([GENERATIONS["v5e"]] * 8, 8, 17 << 30).name

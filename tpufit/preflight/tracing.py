@@ -1,6 +1,6 @@
-"""Traces the steps of a plan on virtual cores, in a process of its own: `python -m tpufit.preflight.tracing FOLDER...`.
+"""Traces the steps of a plan on virtual cores, in a separate process: `python -m tpufit.preflight.tracing FOLDER...`.
 
-It reads a plan from each folder, and writes there the programs, which another process compiles.
+It reads a plan from each folder, and writes the programs there. Another process compiles them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PreflightError, TpufitError
-from ..runtime import Recorded, Recorder, start, tracing_for
-from ..step import Engine, FitOptions, StepRunner, joined
+from ..runtime import Recorded, Recorder, start_absent, tracing_for
+from ..step import Engine, FitOptions, StepRunner, join_groups
 from ..utils.strict import Strict
 from ..utils.users_code import raising_line
 from .plan import FAULT, PLAN, TRACED, Batch, PlannedPass, PreflightPlan
@@ -24,7 +24,7 @@ _ATTEMPTS = 4
 
 
 class _Refusing(Strict):
-    """Refuses whatever the host would do in a step."""
+    """Refuses work on the host in a step."""
 
     def refuse(self, event: str) -> None:
         raise PreflightError(event)
@@ -36,19 +36,19 @@ class Tracer:
     def __init__(self, plan: PreflightPlan) -> None:
         self._plan = plan
         model = plan.model
-        self.recorder = Recorder()  # the programs so far
+        self.recorder = Recorder()  # keeps the programs
         self._scopes = Scopes(model.module)
-        # Steps that are always traced have the same programs.
+        # With jit_compile=False the programs would be the same.
         config = plan.config.with_option("jit_compile", "auto")
         model._engine = self._engine = Engine(model, config)
-        placement = self._engine.place_on(start(plan.cores, "preflight"), self.recorder)
+        placement = self._engine.place_on(start_absent(plan.cores, "preflight"), self.recorder)
         self._engine.options = FitOptions(_Refusing("preflight"), plan.class_weight, fitting=True)
         self._engine.move_to(placement)
         self._engine.note_modes()
-        self._groups: list[list[Batch]] = []  # of each program
+        self._groups: list[list[Batch]] = []  # the group of each program
 
     def trace(self) -> None:
-        """Trace all steps until their programs are proven to be the ones that would be replayed."""
+        """Trace all steps until their programs are proven to be replayable."""
         with self._scopes.naming():
             for one in self._plan.passes:
                 run = StepRunner(self._engine, one.role, one.transform)
@@ -57,19 +57,22 @@ class Tracer:
                 else:
                     self._engine.eval_mode()
                 for group in one.groups:
-                    (batches,) = joined(run.send([batch.nest for batch in group], group[0].labels), len(group))
+                    (batches,) = join_groups(run.send([batch.nest for batch in group], group[0].labels), len(group))
                     with tracing_for(self._plan.kind):
                         for last in self._until_known(one, group):
                             run(batches, last=last)
                     self._groups += [group] * (len(self.recorder.programs) - len(self._groups))
 
     def _until_known(self, one: PlannedPass, group: list[Batch]) -> Iterator[bool]:
-        """Call a step until all its programs are known; True for a call that ends its pass, which may need another."""
+        """Yield once for each call of a step until all its programs are known; True if the call ends its pass.
+
+        The last call of a pass may need another program.
+        """
         config = self._engine.config
         overwrites = config.ema.overwrite_frequency if config.ema is not None else None
         period = config.gradients.accumulate_steps * (overwrites or 1) if one.role == "train" else 1
         ends = period > 1 and group is one.groups[-1]
-        short = group[0].rows < one.groups[0][0].rows  # and so the last of the data
+        short = group[0].rows < one.groups[0][0].rows  # so it is the last batch
         for last in (False,) * (not (ends and short)) + (True,) * ends:
             quiet = 0
             for _ in range(_ATTEMPTS * period):
@@ -81,8 +84,8 @@ class Tracer:
                 if quiet == period:
                     break
 
-    def described(self) -> dict[str, dict[str, Any]]:
-        """Describe the programs, each by the name of its file, and whatever their text refers to by a number."""
+    def describe_programs(self) -> dict[str, dict[str, Any]]:
+        """Return descriptions of the programs by the name of their file, with the lines to which their texts refer."""
         device = self._engine.state.device
         _, names = self._engine.state.tensors()
         state = [names.get(id(tensor), "") for tensor in device.tensors]
@@ -96,7 +99,7 @@ class Tracer:
                 "cause": one.cause,
                 "rows": sum(batch.rows for batch in group),
                 "steps": len(group),
-                "arguments": _described(one, state),
+                "arguments": _describe(one, state),
                 "lines": lines,
                 "precision": precision,
                 "remat": remat,
@@ -106,7 +109,7 @@ class Tracer:
         }
 
 
-def _described(program: Recorded, state: list[str]) -> list[dict[str, Any]]:
+def _describe(program: Recorded, state: list[str]) -> list[dict[str, Any]]:
     return [
         {
             "source": one.source,
@@ -121,22 +124,22 @@ def _described(program: Recorded, state: list[str]) -> list[dict[str, Any]]:
 
 
 def main(folder: Path) -> None:
-    """Trace the plan in a folder, and write the programs there; an error's kind and words, if there is one."""
+    """Trace the plan in a folder, and write the programs there, or the type and message of an error."""
     try:
         tracer = Tracer(pickle.loads((folder / PLAN).read_bytes()))
         tracer.trace()
-    except Exception as error:  # the user's own may be of any type
-        ours = isinstance(error, TpufitError)
+    except Exception as error:  # the user's code may raise any error
+        is_ours = isinstance(error, TpufitError)
         line = raising_line(error)
         words = str(error)
-        message = words if ours else f"the steps can't be traced: {type(error).__name__}: {words}"
+        message = words if is_ours else f"the steps can't be traced: {type(error).__name__}: {words}"
         at = f" (at {line})" if line and line not in words else ""
-        kind = type(error).__name__ if ours else PreflightError.__name__
+        kind = type(error).__name__ if is_ours else PreflightError.__name__
         (folder / FAULT).write_text(json.dumps({"kind": kind, "message": message + at}))
         raise
     for number, program in enumerate(tracer.recorder.programs):
         (folder / f"{number}.hlo").write_bytes(program.hlo)
-    (folder / TRACED).write_text(json.dumps(tracer.described()))
+    (folder / TRACED).write_text(json.dumps(tracer.describe_programs()))
 
 
 if __name__ == "__main__":

@@ -1,68 +1,71 @@
-"""The device: everything that names torch_xla is in this package, so that another backend replaces it and nothing else.
+"""The engine: a step is traced, compiled as one graph, and replayed.
 
-It fulfils the contract in `tpufit/backend/`: the classes there are what the rest of tpufit sees.
+`driver` defines what the engine needs from a runtime for TPUs, and the packages in `drivers/` implement it. The engine
+implements the contract in `tpufit/backend/`, whose classes are what the rest of tpufit sees.
 
 | file | its idea |
 | --- | --- |
-| `bindings` | torch_xla's own bindings |
-| `devices` | find and start the cores |
+| `driver` | what the engine needs from a runtime, and which runtime is installed |
+| `devices` | which cores a process computes on |
 | `forks` | refuse the device to a forked process |
 | `kinds` | the kind of core that a step is traced for |
-| `release` | what differs between torch_xla 2.8 and 2.9 |
-| `placement` | one core or a mesh, and cores that aren't there |
-| `make` | the state and the programs of a placement |
+| `placement` | one core or a mesh, as the engine sees it |
+| `make` | the placement of cores, its state and its programs |
 | `transfer` | host to device and back, where the waits are |
 | `in_flight` | how many steps may run ahead of the device |
 | `rows` | a host's own rows of a batch |
-| `lazy` | tensors that wait to be computed, and their memory |
-| `lowering` | what is read only while a graph is lowered, and its part in the graph's identity |
+| `lazy` | pending tensors, and their memory |
 | `device_state` | the tensors that training changes |
 | `aliases` | tensors that share memory |
-| `unsharding` | whole weights where a step computes with split ones |
+| `unsharding` | gathers split weights where a step uses them |
 | `packing` | the shapes in which a TPU keeps weights |
 | `graph` | a compiled step: its inputs and outputs |
-| `capture` | one trace of a step, its proof, and its undoing |
+| `capture` | one trace of a step, its checks, and its undoing |
 | `program` | trace a step once, then replay its graph |
+| `audits` | which replays are compared with a new trace |
+| `trace_context` | what the operations of a step need to know about its trace |
 | `trace_seeds` | the random numbers of a trace |
-| `numbers` | what optimizers, metrics and losses must know of the device's numbers |
-| `recompute` | blocks that are computed again in the backward pass |
+| `numbers` | what optimizers, metrics and losses need to know about the device's numbers |
+| `recompute` | blocks that are rematerialized in the backward pass |
 | `trace_watch` | sees what a traced step reads, draws and leaves to the host |
-| `recorder` | takes the place of a device that isn't there |
-| `counters` | what torch_xla counts itself: compilations, fallbacks, tensors |
-| `faults` | errors of the runtime, in a sentence |
-| `profiler` | a profile of chosen steps, and names for what is traced |
-| `kernel_work` | what a kernel computes, which no compiler counts |
-| `jax_calls` | functions of JAX's as parts of a graph |
-| `ops` | operations that torch_xla lacks or does badly |
+| `own_thread` | other threads wait while a trace has the tensors |
+| `absent` | cores that aren't there, for a preflight |
+| `recorder` | stands in for a device that isn't there |
+| `counters` | what the runtime counts: compilations, fallbacks, tensors |
+| `device_errors` | turns errors of the device into sentences |
+| `profiler` | a profile of chosen steps, and names for traced operations |
+| `operations` | counts the operations of a program |
+| `kernel_work` | the operations of a kernel, which no compiler counts |
+| `conforms` | where mypy compares this package with `tpufit/backend` |
+| `ops` | operations that a runtime lacks or does badly |
 """
 
-from .capture import tracing, tracing_since
 from .counters import counts, live_tensors, metrics_report
+from .device_errors import message_of, translate
 from .devices import (
-    available,
+    count_available_cores,
     device_memory,
+    get_settled_cores,
     init,
+    may_have_hosts,
     memory_used,
     platform,
     process_count,
     process_index,
-    settled,
     start,
+    start_absent,
     versions,
 )
-from .faults import translate
 from .kernel_work import KernelWork, work_in
-from .kinds import has_flash, keeps_bfloat16
-from .lowering import set_matmul_precision
-from .make import program_at, state_at
+from .kinds import has_flash, keeps_bfloat16, repeats_bits
+from .make import placement_on, program_at, set_matmul_precision, state_at
 from .numbers import COUNTS, keeps_count
 from .ops.lowerings import falls_back, has_kernel
-from .placement import placement_on
-from .profiler import scope, start_profile, stop_profile
+from .own_thread import unguarding
+from .profiler import scope, start_profile
 from .recompute import recomputing
 from .recorder import Recorded, Recorder, tracing_for
-from .release import message_of
 from .rows import fetch_rows, gather_rows, send_rows, value_of
-from .trace_watch import cure_for
-from .transfer import copies, copy_into, fetch, fetch_each, move, reshard, swap_value, to_device, to_host
-from .unsharding import without_unsharding
+from .trace_context import assuming_finite, tracing, tracing_since, without_unsharding
+from .trace_watch import cure_for, explain_slowness
+from .transfer import copy_into, copy_to_host, fetch, fetch_each, move, reshard, swap_value, to_device, to_host

@@ -1,4 +1,4 @@
-"""Here mypy compares the functions of this package with those that the rest of tpufit asks of a backend."""
+"""Lets mypy check that the functions of this package fulfil the contract of a backend."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 """`HeldState`: the tensors that training changes, and their values while graphs are replayed."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,27 +9,48 @@ import torch
 from torch import Tensor
 
 from ..backend import DeviceState, Placement, Sharding, Slot
-from ..backend.state import no_slots
+from ..backend.device_state import no_slots
 from ..errors import StateLostError
-from .aliases import Aliases, Follower, aliases_of, link, shared, storage_of
-from .lazy import behind_barrier, compute, graph_hash, handles, identity, pending, same_memory, wait
-from .own_thread import for_this_thread
-from .packing import Packing, kept, shown
+from .aliases import Aliases, Follower, aliases_of, find_shared, followers_of, is_shared_elsewhere, link, storage_of
+from .driver import driver, on_device
+from .lazy import (
+    alias_memory,
+    compute,
+    find_alive,
+    find_pending,
+    graph_hash,
+    handles,
+    has_value,
+    identity,
+    others_wait,
+    put_behind_barrier,
+    wait,
+)
+from .own_thread import guarding
+from .packing import Packing, reorder_for_device, reorder_for_user
 from .transfer import copy_into, swap_value, to_host
+
+_PART = 1 << 28  # bytes of a state that are copied at once
 
 
 class HeldState(DeviceState):
     """The tensors that training changes: weights, buffers, and the optimizers' state.
 
     While graphs are replayed, a flat list here holds their values. The user's tensors are then empty, on the meta
-    device: a read at the wrong moment is an error in Python, and not the end of the process. `packing` says which of
-    them the device keeps with their dimensions in another order, and `slots` where the user has them: a step may put
-    other tensors there.
+    device, so that a read at the wrong time is a Python error and doesn't abort the process.
+
+    Args:
+        tensors: The tensors.
+        shardings: The shardings of split tensors, by `id` (default: none is split).
+        packing: Which tensors the device keeps with their dimensions in another order (default: none).
+        slots: Returns the slots in which the user keeps the tensors, where a step may put other tensors.
 
     Attributes:
         values: The held values.
-        aliases: The tensors that share memory, as they were when the values were taken out of them.
-        followers: Tensors of the user's, elsewhere than in the state, that share memory with some of it.
+        aliases: The tensors that shared memory when the values were taken out of them.
+        followers: The user's tensors outside of the state that share memory with it. They are empty while the state's
+            tensors are.
+        given: True if graphs may write over the values.
     """
 
     def __init__(
@@ -42,16 +63,20 @@ class HeldState(DeviceState):
         super().__init__(tensors, shardings)
         self._packing = packing or Packing()
         self._slots = slots
-        self._packed: dict[int, tuple[Tensor, int]] = {}  # of the trace under way: the inputs, and what shows them
+        # In a trace: the packed inputs, with the versions of the tensors that show them, and where these show them.
+        self._packed: dict[int, tuple[Tensor, int, int]] = {}
+        self._apart: list[Tensor] | None = None  # in a trace: the values, if the tensors only show them
         self.values: list[Tensor] = []
         self.aliases: Aliases = ()
         self.followers: list[Follower] = []
-        self._begun: Sequence[Slot] | None = None  # the slots when the trace under way began
+        self.given = False
+        self._copies = driver().count_copies()  # when the values were written back
+        self._begun: Sequence[Slot] | None = None  # in a trace: the slots at its beginning
         self._lost: list[int] = []
         # The graph being started, see `expect`.
-        self._under_way: tuple[list[int], Sequence[int], Aliases, list[Any]] | None = None
+        self._started: tuple[list[int], Sequence[int], Aliases, list[Any]] | None = None
         self._empty: list[Tensor] = []
-        # Of the user's tensors, when their values were written back.
+        # The state of the user's tensors when their values were written back.
         self._versions: list[int] = []
         self._storages: list[int] = []
 
@@ -62,72 +87,114 @@ class HeldState(DeviceState):
 
     @property
     def axes(self) -> list[int | None]:
-        """The dimension of each tensor that is split over the cores, or None."""
+        """The dimension along which each tensor is split over the cores, or None."""
         return [self.shardings.get(id(tensor), Sharding.WHOLE).axis for tensor in self.tensors]
 
     def pin(self, tensors: Iterable[Tensor], placement: Placement) -> None:
-        packed = {id(self.tensors[i]) for i in self._packed}  # which `traced` pins as the device keeps them
+        packed = {id(self.tensors[i]) for i in self._packed}  # `find_changes` pins these in the device's order
         for tensor in tensors:
             if id(tensor) not in packed:
                 placement.pin(tensor, self.shardings.get(id(tensor), Sharding.WHOLE))
 
     def hold(self) -> list[Tensor]:
-        """Take the values out of the user's tensors. After an interrupt in here, `write_back` restores the order.
+        """Take the values out of the user's tensors. After an interrupt in this method, `write_back` repairs the state.
 
         Returns:
-            The former contents of the user's tensors. Only a trace needs them, which may still have to compute them.
+            The former contents of the user's tensors, for a trace, which may still have to compute them.
         """
         self.aliases = aliases_of(self.tensors)
-        # Not empty_like: like the device's own tensors, its results would drag a longer history along at each exchange.
+        # Not empty_like, whose results, like the device's tensors, would carry a growing history at each exchange.
+        self.empty(self.followers)
         empty = self._empty or [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
-        self.values = self._stored()
-        # The flag before the first exchange: from here on `values` is complete, and the user's tensors may not be.
+        self.values = self._take_stored()
+        # Set before the first exchange: from here on `values` is complete, and the user's tensors may not be.
         self.held = True
         self._empty = []
         return [swap_value(tensor, nothing) for tensor, nothing in zip(self.tensors, empty, strict=True)]
 
-    def _stored(self) -> list[Tensor]:
-        """The values as the device keeps them."""
-        values = [tensor.detach() for tensor in self.tensors]
-        stored = {i: value for i, (value, _) in self._packed.items()} if self._packed else self._pack(values)
+    def _take_stored(self) -> list[Tensor]:
+        """Return the values in the device's order of dimensions."""
+        values = self._apart
+        if values is None:
+            values = [tensor.detach() for tensor in self.tensors]
+            driver().note_exposed(values)
+            values = self._separate(values)
+        self._apart = None
+        stored = {i: value for i, (value, *_) in self._packed.items()} if self._packed else self._pack(values)
         self._packed = {}
         return [stored.get(i, value) for i, value in enumerate(values)]
 
-    def _pack(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The values of those tensors that the device keeps in another order, in that order, by their indices."""
-        indices = self._packs(tensors)
-        return dict(zip(indices, self._packing.packed([tensors[i] for i in indices]), strict=True))
+    def _separate(self, values: list[Tensor]) -> list[Tensor]:
+        """Return the values of the user's tensors, in memory of their own if graphs may write over them.
 
-    def _packs(self, tensors: Sequence[Tensor]) -> list[int]:
-        """The indices of tensors that the device keeps in another order. One that is split over the cores isn't."""
-        return [i for i in self._packing.packs(tensors) if id(self.tensors[i]) not in self.shardings]
+        A copy on the device shares its original's memory, and only a lazy driver shows which copies do so: there
+        `find_followers` gives them separate memory. The user's tensors get the new values at once, so that only a part
+        of the state is in memory twice.
+        """
+        if not self.given or driver().is_lazy:
+            return values
+        shared = {i for i, _ in find_shared(self.aliases)}
+        parts = list(_split_by_size(values))
+        for part in parts:
+            own = [i for i in part if i not in shared]
+            for i, value in zip(own, driver().copy_apart([values[i] for i in own]), strict=True):
+                swap_value(self.tensors[i], value.detach())
+                values[i] = value
+            if len(parts) > 1:
+                wait("changed weights")  # until the part's old memory is free
+        return values
+
+    def _pack(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the packed values of tensors that the device keeps in another order, by index."""
+        indices = self._find_packable(tensors)
+        return dict(zip(indices, self._packing.pack([tensors[i] for i in indices]), strict=True))
+
+    def _find_packable(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the indices of tensors that the device keeps in another order; split tensors aren't packed."""
+        return [i for i in self._packing.find_packable(tensors) if id(self.tensors[i]) not in self.shardings]
 
     def begin_trace(self) -> list[Tensor]:
-        """Let the user's tensors show values in the order in which the device keeps them, and return these.
+        """Let the user's tensors show values in the device's order of dimensions, and return these values.
 
-        They are the inputs of the graph about to be traced, and must have been computed.
+        The values are the inputs of the graph to be traced, and must have been computed.
         """
         inputs = list(self.tensors)
         self.aliases = aliases_of(inputs)
         self._begun = self._slots()
+        driver().note_exposed(inputs)
+        if not driver().is_lazy:
+            self._apart = self._separate([tensor.detach() for tensor in self.tensors])
+            packed = self._pack(self._apart)
+            inputs = [packed.get(i, value) for i, value in enumerate(self._apart)]
+            for i, (tensor, stand_in) in enumerate(zip(self.tensors, driver().lend_values(inputs), strict=True)):
+                tensor.data = _record_order(reorder_for_user, stand_in) if i in packed else stand_in
+            link(self.tensors, self.aliases)
+            self._packed = {i: self._place_of(i, value) for i, value in packed.items()}
+            if packed:
+                self._link_followers()
+            return inputs
         for i, value in self._pack(self.tensors).items():
             tensor = self.tensors[i]
             inputs[i] = value
-            tensor.data = shown(value)
-            self._packed[i] = value, tensor._version
+            tensor.data = reorder_for_user(value)
+            self._packed[i] = self._place_of(i, value)
         if self._packed:
             _link_now(self.tensors, self.aliases, "capture")
+            self._link_followers()
         return inputs
 
+    def _place_of(self, i: int, value: Tensor) -> tuple[Tensor, int, int]:
+        return value, self.tensors[i]._version, storage_of(self.tensors[i])
+
     def follow(self) -> None:
-        """Go on with the tensors that the trace has put into the slots of the state's, if it has replaced some."""
+        """Adopt the tensors with which the trace has replaced tensors of the state in their slots."""
         begun = self._begun
         self._begun = None
         if begun is None:
             return
         now = self._slots()
         if [slot.name for slot in begun] != [slot.name for slot in now]:
-            return  # there is new state: the graph of this trace is not for it
+            return  # there is new state, for which this trace's graph isn't valid
         before = [slot.tensor for slot in begun]
         after = [slot.tensor for slot in now]
         if all(map(operator.is_, before, after)):
@@ -149,45 +216,50 @@ class HeldState(DeviceState):
         self.tensors = [tensors.get(i, tensor) for i, tensor in enumerate(self.tensors)]
         self.shardings = shardings
 
-    def present(self) -> list[Tensor]:
-        """The tensors, and those that a step has put into new slots."""
+    def list_present(self) -> list[Tensor]:
+        """Return the tensors, and the tensors that a step has put into new slots."""
         there = {id(tensor): tensor for tensor in self.tensors}
         return list((there | {id(slot.tensor): slot.tensor for slot in self._slots()}).values())
 
     def unfollow(self) -> None:
-        """Put the tensors that a trace began with back into their slots, if it has failed in its middle."""
+        """Restore the slots from before a trace that has failed."""
         if self._begun is not None:
             _put_back(self._begun, self._slots())
         self._begun = None
 
     @contextmanager
-    def lent(self) -> Iterator[list[Tensor]]:
+    def lending(self) -> Iterator[list[Tensor]]:
         """A context in which the user's tensors show the held values to this thread, for a trace that isn't run.
 
-        It gives the values, the inputs of that trace's graph. Whatever is done to them changes nothing here, and is
-        forgotten.
+        It yields the values, the inputs of the trace's graph. All changes of the tensors are undone at its end.
         """
-        packs = self._packs(self.tensors)
-        shows = same_memory(self.values)
+        packs = self._find_packable(self.tensors)
+        shows = driver().lend_values(self.values)
         for i in packs:
-            shows[i] = shown(self.values[i])
+            shows[i] = (
+                reorder_for_user(self.values[i]) if driver().is_lazy else _record_order(reorder_for_user, shows[i])
+            )
         before = self.tensors
         shardings = self.shardings
         begun = self._slots()
-        with for_this_thread(before):
+        with guarding(before):
             empty = [swap_value(tensor, value) for tensor, value in zip(before, shows, strict=True)]
-            del shows  # they would follow the changes of the trace
+            del shows  # else these tensors would follow the changes of the trace
             stored = self.values
-            if self.aliases:
+            if self.aliases and not driver().is_lazy:
+                link(before, self.aliases)
+            elif self.aliases:
                 views = _link_now(before, self.aliases, "audit")
-                # Not `view.detach()`, which would follow the changes of the trace too.
-                shown_by = dict(zip(map(id, views), same_memory(views), strict=True))
+                # Not `view.detach()`, which would follow the changes of the trace.
+                shown_by = dict(zip(map(id, views), alias_memory(views), strict=True))
                 stored = [shown_by.get(id(t), value) for t, value in zip(before, stored, strict=True)]
-            self._packed = {i: (self.values[i], before[i]._version) for i in packs}
+            self._packed = {i: self._place_of(i, self.values[i]) for i in packs}
             self._begun = begun
+            self._link_followers()
             try:
                 yield stored
             finally:
+                self.empty(self.followers)
                 self._packed = {}
                 self._begun = None
                 self.tensors = before
@@ -196,20 +268,20 @@ class HeldState(DeviceState):
                 for tensor, nothing in zip(before, empty, strict=True):
                     swap_value(tensor, nothing)
 
-    def traced(self, before: Sequence[int], placement: Placement) -> tuple[list[int], list[Tensor], Aliases]:
-        """Find out what the trace has made of the tensors.
+    def find_changes(self, before: Sequence[Hashable], placement: Placement) -> tuple[list[int], list[Tensor], Aliases]:
+        """Find the changes of the tensors in a trace.
 
         Args:
-            before: The identity of the memory of each value that the trace began with.
+            before: The identity of the memory of each value at the beginning of the trace.
             placement: The cores.
 
         Returns:
-            The indices of the tensors that it has changed, their new values as the device is to keep them, and the
-            tensors that share memory from now on.
+            The indices of the changed tensors, their new values in the device's order of dimensions, and the tensors
+            that share memory from now on.
         """
         aliases = aliases_of(self.tensors)
-        shares = {i for i, _ in shared(aliases)}
-        waiting = set(pending(self.tensors))
+        shares = {i for i, _ in find_shared(aliases)}
+        waiting = set(find_pending(self.tensors))
         there = [i for i in range(len(self.tensors)) if i not in waiting]
         memory = dict(zip(there, handles([self.tensors[i] for i in there]), strict=True))
         changed = []
@@ -219,65 +291,77 @@ class HeldState(DeviceState):
             if i in shares or (memory[i] == before[i] if i in memory else i in self._packed and not self._differs(i)):
                 continue
             root = tensor
-            # A graph has no output for a tensor with a value, and one for all tensors of one identity.
+            # A graph has no output for a tensor with a value, and a single output for all tensors of one identity.
             if i in memory or identity(tensor) in seen:
-                (root,) = behind_barrier([tensor])
+                (root,) = put_behind_barrier([tensor])
                 placement.pin(root, self.shardings.get(id(tensor), Sharding.WHOLE))
             seen.add(identity(root))
             changed.append(i)
-            roots.append(self._packing.pinned(kept(root)) if i in self._packed else root)
+            roots.append(self._packing.pin(_record_order(reorder_for_device, root)) if i in self._packed else root)
         return changed, roots, aliases
 
     def end_trace(self) -> None:
-        """Go on with what the user's tensors show, as no graph of the trace will replace it."""
+        """End a trace whose graph won't run: the user's tensors get their values back."""
+        apart = self._apart
+        self._apart = None
+        if apart is not None:
+            for tensor, value in zip(self.tensors, apart, strict=True):
+                tensor.data = value
+            if self._packed or self.given:
+                link(self.tensors, self.aliases)
+                self._link_followers()
         self._packed = {}
 
     def _differs(self, i: int) -> bool:
-        """True if a packed tensor no longer shows the value that the trace began with."""
-        value, version = self._packed[i]
+        """True if a packed tensor no longer shows its value from the beginning of the trace."""
+        value, version, storage = self._packed[i]
         tensor = self.tensors[i]
-        # What `tensor.data` is given leaves no trace in the version, but makes another graph.
-        return tensor._version != version or graph_hash(tensor) != graph_hash(shown(value))
+        # Setting `tensor.data` doesn't change the version, but changes the graph, and the memory.
+        if tensor._version != version or not driver().is_lazy:
+            return tensor._version != version or storage_of(tensor) != storage
+        return graph_hash(tensor) != graph_hash(reorder_for_user(value))
 
-    def shown(self, indices: Sequence[int]) -> list[Tensor]:
-        """The held values of these indices as the user sees them."""
-        packs = set(self._packs(self.tensors)) if self.held else set()
+    def unpack_values(self, indices: Sequence[int]) -> list[Tensor]:
+        """Return the held values at these indices in the user's order of dimensions."""
+        packs = set(self._find_packable(self.tensors)) if self.held else set()
         packed = [i for i in indices if i in packs]
-        found = dict(zip(packed, self._packing.unpacked([self.values[i] for i in packed]), strict=True))
+        found = dict(zip(packed, self._packing.unpack([self.values[i] for i in packed]), strict=True))
         return [found.get(i, self.values[i]) for i in indices]
 
     def replace(self, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding]) -> None:
         self.tensors = list(tensors)
         self.shardings = dict(shardings)
+        self.followers = []
         self._empty = []
 
     def write_back(self) -> None:
         if self.lost:
-            cure = "Load the last good ones with load_weights; the optimizer then starts over"
+            cure = "Load the last good weights with load_weights; the optimizer then starts over"
             raise StateLostError(f"the weights on the device are lost: a step failed that had consumed them. {cure}")
         if self.held:
-            self.restore(self.shown(range(len(self.values))), self.aliases)
+            self.restore(self.unpack_values(range(len(self.values))), self.aliases)
 
     def restore(self, values: Sequence[Tensor], aliases: Aliases) -> None:
-        """Put values, with dimensions in the user's order, into the user's tensors, in place of those that are held."""
+        """Put values, in the user's order of dimensions, into the user's tensors, and drop the held values."""
+        self._apart = None
         empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, values, strict=True)]
         self.values = []
         self.held = False
-        # After an interrupt some of them were not empty, and can't serve the next `hold`.
+        # After an interrupt some tensors weren't empty, and can't be used in the next `hold`.
         self._empty = empty if all(tensor.is_meta for tensor in empty) else []
         if aliases:
             compute(link(self.tensors, aliases))
-        for follower in self.followers:
-            follower.link(self.tensors)
+        self._link_followers()
+        self._copies = driver().count_copies()
         self._versions = [tensor._version for tensor in self.tensors]
         self._storages = list(map(storage_of, self.tensors))
 
     def settle(self, placement: Placement) -> None:
-        """Finish the changes that user code has made to the tensors: a graph takes only computed values.
+        """Compute the changes that user code has made to the tensors, because a graph takes only computed values.
 
-        **This waits** where there are any.
+        **This waits** if there are any.
         """
-        begun = pending(self.tensors)
+        begun = find_pending(self.tensors)
         if begun:
             placement.launch("transfer")
         if (
@@ -285,20 +369,61 @@ class HeldState(DeviceState):
             or self._versions != [tensor._version for tensor in self.tensors]
             or self._storages != list(map(storage_of, self.tensors))
         ):
-            wait("changed weights")  # a tensor that is still to be computed has no memory to compare
+            wait("changed weights")  # pending tensors have no memory to compare
             self.unalias(placement)
+        self.find_followers(placement)
+
+    def find_followers(self, placement: Placement) -> None:
+        """Find the tensors outside of the state that share memory with it, e.g. after a callback's `p.data = best`.
+
+        Copies get separate memory, because a copy on the device shares its original's memory, which a graph may write
+        over. All tensors of the state must have been computed.
+        """
+        if not self.tensors:
+            return
+        copied = self.given and self._copies != driver().count_copies()
+        if self.given and others_wait(()):
+            placement.launch("transfer")  # the user's pending tensors may be computed from these values
+            wait("changed weights")
+        among = self._list_following()
+        if copied or is_shared_elsewhere([*self.tensors, *among]):
+            own = set(map(id, self.tensors))
+            among = [tensor for tensor in find_alive() if id(tensor) not in own]
+        self.followers = followers_of(self.tensors, among)
+        if copied:
+            stored = set(handles(self.tensors))
+            following = set(map(id, self._list_following()))
+            others = [t for t in among if id(t) not in following and has_value(t)]
+            doubles = [t for t, handle in zip(others, handles(others), strict=True) if handle in stored]
+            copy_into(doubles, to_host(doubles, "changed weights"), placement)
+
+    def empty(self, followers: list[Follower]) -> None:
+        """Set the followers, and take their values out of them; `write_back` gives them the current values."""
+        self.followers = followers
+        for tensor in self._list_following():
+            swap_value(tensor, torch.empty_like(tensor, device="meta"))
+
+    def _list_following(self) -> list[Tensor]:
+        return [tensor for follower in self.followers if (tensor := follower.tensor()) is not None]
+
+    def _link_followers(self) -> None:
+        for follower in self.followers:
+            tensor = follower.tensor()
+            if tensor is not None and tensor.is_meta:
+                swap_value(tensor, torch.empty_like(tensor, device=self.tensors[follower.alias.owner].device))
+            follower.link(self.tensors)
 
     def unalias(self, placement: Placement) -> None:
-        """Give memory of their own to tensors that are no aliases, as a copy on the device shares its original's.
+        """Give separate memory to tensors that aren't aliases, because a copy on the device shares its original's.
 
-        A graph can write over memory once only. All tensors must have been computed.
+        A graph can write over memory only once. All tensors must have been computed.
         """
         found = handles(self.tensors)
         if len(set(found)) == len(found):
             return
         aliases = aliases_of(self.tensors)
         shares = {alias.index for alias in aliases}
-        known = set[int]()
+        known = set[Hashable]()
         doubles = []
         for i, handle in enumerate(found):
             if i not in shares and handle in known:
@@ -310,39 +435,39 @@ class HeldState(DeviceState):
             _link_now(self.tensors, tuple(alias for alias in aliases if alias.owner in doubles), "changed weights")
 
     def expect(self, changed: list[int], consumed: Sequence[int], aliases: Aliases) -> list[Any]:
-        """Note that a graph is about to be started, which replaces some tensors.
+        """Note that a graph is about to be started that replaces some tensors.
 
         Args:
-            changed: Their indices.
-            consumed: The indices of the tensors whose old values it writes over.
+            changed: The indices of these tensors.
+            consumed: The indices of the tensors whose old values the graph writes over.
             aliases: The tensors that share memory afterwards.
 
         Returns:
-            A list for the caller to fill: None as the graph is started, and then the list of its outputs.
+            A list to which the caller appends None when the graph is started, and then the list of its outputs.
         """
         outputs: list[Any] = []
-        self._under_way = changed, consumed, aliases, outputs
+        self._started = changed, consumed, aliases, outputs
         return outputs
 
     def collect(self) -> None:
-        """Take the new values from the graph that was started last, once; if it failed, note the values it consumed."""
-        if self._under_way is None:
+        """Take the new values from the graph that was started last; if it failed, note the values that it consumed."""
+        if self._started is None:
             return
-        changed, consumed, aliases, outputs = self._under_way
+        changed, consumed, aliases, outputs = self._started
         if len(outputs) == 2:
-            values = replaced(self.values, changed, outputs[1][: len(changed)])
+            values = replace_at(self.values, changed, outputs[1][: len(changed)])
             if aliases:
                 values = list(values)
-                for i, owner in shared(aliases):
+                for i, owner in find_shared(aliases):
                     values[i] = values[owner]
             self.aliases = aliases
-            # No call between the two: an interrupt there would take the same outputs once more.
+            # No call between these lines: an interrupt there would take the same outputs again.
             self.values = values
-            self._under_way = None
+            self._started = None
         else:
             lost = list(consumed) if outputs else []
             self._lost = lost
-            self._under_way = None
+            self._started = None
 
     def mark_lost(self, indices: list[int]) -> None:
         """Note that values are lost, by their indices."""
@@ -351,9 +476,9 @@ class HeldState(DeviceState):
     def find_lost(self) -> None:
         tensors = self.values if self.held else self.tensors
         known = self.lost
-        there = [i for i, tensor in enumerate(tensors) if tensor.device.type == "xla" and i not in known]
-        # An error in a step's Python may have left tensors half traced; the device has no part in that.
-        traced = {there[i] for i in pending([tensors[i] for i in there])}
+        there = [i for i, tensor in enumerate(tensors) if on_device(tensor) and i not in known]
+        # After an error in a step's Python, tensors may still be traced, which isn't the device's fault.
+        traced = {there[i] for i in find_pending([tensors[i] for i in there])}
         for i in there:
             if i not in traced:
                 try:
@@ -368,9 +493,9 @@ class HeldState(DeviceState):
 
 
 def _link_now(tensors: Sequence[Tensor], aliases: Aliases, reason: str) -> list[Tensor]:
-    """Let tensors share memory as noted, and return the views. **This waits** for them: a trace looks at their memory.
+    """Let tensors share memory as noted, and return the views. **This waits** for the views.
 
-    On several cores, to ask for memory that is still to be ends the process.
+    A trace reads the identity of their memory, and on several cores reading it too early aborts the process.
     """
     views = link(tensors, aliases)
     if views:
@@ -379,8 +504,28 @@ def _link_now(tensors: Sequence[Tensor], aliases: Aliases, reason: str) -> list[
     return views
 
 
+def _split_by_size(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the indices of tensors in groups of at most `_PART` bytes, or of one tensor."""
+    part: list[int] = []
+    nbytes = 0
+    for i, tensor in enumerate(tensors):
+        if part and nbytes + tensor.nbytes > _PART:
+            yield part
+            part, nbytes = [], 0
+        part.append(i)
+        nbytes += tensor.nbytes
+    if part:
+        yield part
+
+
+def _record_order(order: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Record a change of the order of dimensions in the current trace."""
+    with driver().body():
+        return order(tensor)
+
+
 def _put_back(before: Sequence[Slot], now: Sequence[Slot]) -> None:
-    """Put tensors back into their slots, and take new ones out."""
+    """Put tensors back into their slots, and empty new slots."""
     there = {slot.name: slot.tensor for slot in now}
     known = {slot.name for slot in before}
     for slot in before:
@@ -391,8 +536,8 @@ def _put_back(before: Sequence[Slot], now: Sequence[Slot]) -> None:
             slot.put(None)
 
 
-def replaced(values: list[Tensor], indices: Sequence[int], new: list[Tensor]) -> list[Tensor]:
-    """A list with new values at some indices; usually at all of them."""
+def replace_at(values: list[Tensor], indices: Sequence[int], new: list[Tensor]) -> list[Tensor]:
+    """Return a list with new values at some indices, usually at all."""
     if len(new) == len(values):
         return new
     values = list(values)

@@ -1,47 +1,32 @@
 """Find and start the cores. The first call that needs a device settles their number, once for the process.
 
-Nothing is imported or started before that: the runtime reads the number of virtual cores of a CPU from the environment
-when it starts, and can't change it later, nor go from one core to many.
+Nothing is imported or started before that, because the runtime reads the number of a CPU's virtual cores from the
+environment when it starts, and can't change the number later.
 """
 
-import importlib
-import logging
 import os
-import sys
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
 
 from .. import hosts
 from ..backend.cores import Cores, CoresArgument
 from ..errors import ArgumentError, CoresError, StartError
 from ..utils import hardware, releases
-from ..utils.deferred import deferred
-from ..utils.users_code import users_line
-from . import release
-from .faults import translate_import, translate_start
+from ..utils.users_code import users_line, warn
+from .driver import Request, driver
 from .forks import guard_forks, refuse_fork
-from .ops.indices import narrow_indices
-from .ops.lowerings import lower_missing
 
-_MOST = 1 << 20  # more cores than there are
-_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0: all, 1: warnings, 2: errors, 3: what ends the process
-
-
-@dataclass(frozen=True)
-class _Request:
-    count: int | None  # None: all that there are
-    index: int | None
+_MOST = 1 << 20  # more cores than any device has
+_WISH = os.environ.get("PJRT_DEVICE")  # read before torch_xla sets the variable itself
 
 
 _settled: Cores | None = None
 _failed: StartError | None = None
 
 
-def settled() -> Cores | None:
-    """The cores of this process, or None as long as nobody has asked for any."""
+def get_settled_cores() -> Cores | None:
+    """Return the cores of this process, or None before the first call that needs cores."""
     return _settled
 
 
@@ -49,14 +34,15 @@ def init(cores: CoresArgument = "auto") -> None:
     """Settle the cores that this process computes on, before `fit`, `evaluate` or `predict` does.
 
     Args:
-        cores: `"auto"` (default): every core of the TPU, or one of the CPU. A count such as `8` or `"8"`: on a TPU 1
-            or all, on a CPU any number of virtual cores. `[i]`: the one core with that number, from 0.
+        cores: `"auto"` (default): every core of the TPU; without a TPU the GPU; without either, one core of the CPU. A
+            number such as `8` or `"8"`: on a TPU 1 or all cores, on a CPU any number of virtual cores. `[i]`: core
+            number i, from 0.
 
     Raises:
         ArgumentError: `cores` is none of these.
-        CoresError: This host has no such cores, or the process already computes on others.
+        CoresError: This host doesn't have these cores, or the process already computes on other cores.
         StartError: The runtime doesn't start.
-        VersionError: The versions of torch and torch_xla don't belong together.
+        VersionError: The versions of torch and torch_xla are incompatible.
 
     Example:
         >>> import tpufit
@@ -65,12 +51,14 @@ def init(cores: CoresArgument = "auto") -> None:
     start(cores, f"tpufit.init(cores={cores!r})")
 
 
-def start(cores: CoresArgument, asked_by: str) -> Cores:
-    """Start the runtime on these cores, or make sure that it already runs on them.
+def start(cores: CoresArgument, asked_by: str, eager: bool = False) -> Cores:
+    """Start the runtime on these cores, or check that it already runs on them.
 
     Args:
-        cores: As in `init`. `"auto"` and `None` mean the cores that are settled, if any are.
-        asked_by: The call that asks, e.g. `"fit(cores=8)"`, for the message to a later call that asks for others.
+        cores: As in `init`. `"auto"` and `None` mean the settled cores, if any.
+        asked_by: The call, e.g. `"fit(cores=8)"`, for the error of a later call with other cores.
+        eager: True (default False) for steps that plain PyTorch computes on the host: without an installed runtime, the
+            host's processor counts as one core.
     """
     global _settled, _failed
     request = _parse(cores)
@@ -78,59 +66,45 @@ def start(cores: CoresArgument, asked_by: str) -> Cores:
     if _settled is not None:
         _require_same(request, _settled, cores)
         return _settled
-    wish = os.environ.get("PJRT_DEVICE")  # torch_xla sets it when it is imported
+    if eager and request.count in (None, 1) and not request.index and not releases.has_runtime():
+        if driver().has_hosts():
+            raise ArgumentError("run_eagerly=True runs on one host's processor, and this is one of several hosts")
+        return Cores(1, 0, "host", asked_by)
     if _failed is not None:  # torch_xla tries once only, and 2.8 ends a process that tries again
-        cure = "torch_xla tries once only: then restart this process (in a notebook: the kernel)"
+        cure = f"{driver().name} tries once only: then restart this process (in a notebook: the kernel)"
         raise type(_failed)(f"{_failed}\n{cure}") from _failed
-    runtime = _import_runtime()
-    started = runtime._XLAC._xla_runtime_is_initialized()
-    platform = runtime.runtime.device_type()
-    if platform == "TPU" and not started:
-        release.warn_of_libtpu()
-    if platform == "CPU" and not started:
-        wanted = request.count or 1
-        os.environ["CPU_NUM_DEVICES"] = str(wanted if request.index is None else request.index + 1)
+    if not eager and _means_gpu():
+        if request.count is None:
+            _settled = Cores(1, torch.cuda.current_device(), "CUDA", f"{asked_by} at {users_line()}")
+            _warn_of_other_gpus(_settled.index)
+            return _settled
+        if not releases.has_runtime():
+            raise CoresError(
+                f"cores={cores!r} asks for cores of a TPU or a CPU, and no runtime for them is installed. This host "
+                "has a GPU: cores='auto', the default, computes on it"
+            )
+    driver().load()
     try:
-        available = runtime.runtime.global_runtime_device_count()
-        processes = runtime.runtime.process_count()
-    except (RuntimeError, OSError) as error:
-        release.survive(runtime)
-        _failed = translate_start(error, platform, wish)
-        raise _failed from error
-    index, count = _choose(request, available, platform, started, runtime.runtime.is_spmd(), cores)
-    if processes > 1 and count < available:
-        raise CoresError(
-            f"cores={cores!r} asked for, but this is one of {processes} hosts, which compute together on all "
-            f"{available} cores: pass cores='auto'"
-        )
-    if count > 1 and not runtime.runtime.is_spmd():
-        if runtime._XLAC._xla_get_spmd_config_is_locked():  # going on would be a segmentation fault in torch_xla 2.9
-            why = "this process has already computed on one XLA device without tpufit, and can't go to many"
-            cure = f"Restart it (in a notebook: the kernel) and call tpufit.init(cores={count}) first"
-            raise CoresError(f"{asked_by} needs {count} cores, but {why}. {cure}")
-        runtime.runtime.use_spmd()
-    lower_missing()
-    if count > 1:
-        narrow_indices()
+        count, index, platform, processes = driver().start(request, cores, asked_by)
+    except StartError as error:
+        _failed = None if isinstance(error, CoresError) else error
+        raise
     guard_forks()
     if processes > 1:
-        store = _store()
-        hosts.connect(runtime.runtime.process_index(), processes, store, store.host)
+        driver().connect_hosts(processes)
     _settled = Cores(count, index, platform, f"{asked_by} at {users_line()}", processes)
     return _settled
 
 
-def _store() -> Any:
-    """The store that all hosts share."""
-    import torch_xla.distributed.xla_backend  # noqa: F401 - makes xla:// known, which finds process 0
-    from torch.distributed.rendezvous import rendezvous
-
-    store, _, _ = next(iter(rendezvous("xla://")))
-    return store
+def start_absent(count: int, asked_by: str) -> Cores:
+    """Start the runtime where steps are only traced, for so many cores that aren't there."""
+    global _settled
+    _settled = Cores(count, 0, driver().start_absent(count), asked_by)
+    return _settled
 
 
 def process_index() -> int:
-    """The number of this host among those of a pod, from 0; 0 where there is no pod.
+    """Return the number of this host in a pod, from 0; 0 without a pod.
 
     A pod runs the same script on each host, and process 0 writes the files. On a TPU this settles the cores, as `init`
     does.
@@ -144,7 +118,7 @@ def process_index() -> int:
 
 
 def process_count() -> int:
-    """The number of hosts of a pod, each of which runs the same script; 1 where there is no pod.
+    """Return the number of hosts of a pod, which all run the same script; 1 without a pod.
 
     On a TPU this settles the cores, as `init` does.
     """
@@ -152,130 +126,91 @@ def process_count() -> int:
 
 
 def _host(asked_by: str) -> tuple[int, int]:
-    if _settled is None and hosts.known() is None and platform() != "CPU":
+    if hosts.find_index_and_count() is None and may_have_hosts():
         start("auto", asked_by)
-    return hosts.known() or (0, 1)
+    return hosts.find_index_and_count() or (0, 1)
+
+
+def may_have_hosts() -> bool:
+    """Return False if it is certain, before the start too, that no other host computes with this one."""
+    if _settled is not None:
+        return _settled.hosts > 1
+    kind = platform()
+    return kind not in ("CPU", "CUDA") or (kind == "CPU" and driver().has_hosts())
 
 
 def platform() -> str:
-    """The kind of device that `"auto"` would compute on, e.g. `"TPU"` or `"CPU"`, without starting the runtime."""
+    """Return the kind of device for `"auto"`, e.g. `"TPU"` or `"CPU"`, without starting the runtime."""
     if _settled is not None:
         return _settled.platform
-    return str(_import_runtime().runtime.device_type())
+    if _means_gpu():
+        return "CUDA"
+    if not releases.has_runtime():
+        return "TPU" if hardware.chips() else "CPU"
+    return driver().platform()
+
+
+def _means_gpu() -> bool:
+    """True if `"auto"` means a GPU: PyTorch has a GPU, there is no TPU, and PJRT_DEVICE isn't set."""
+    return _WISH is None and not hardware.chips() and torch.cuda.is_available()
+
+
+def _warn_of_other_gpus(index: int) -> None:
+    count = torch.cuda.device_count()
+    if count > 1:
+        warn(
+            f"this host has {count} GPUs, and tpufit computes only on cuda:{index}. torch.cuda.set_device(i) "
+            "before the first fit chooses another"
+        )
 
 
 def device_memory() -> int | None:
-    """A core's memory in bytes, or None where the runtime doesn't tell, as on a CPU."""
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
-    try:
-        return int(xm.get_memory_info(torch_xla.device())["bytes_limit"])
-    except RuntimeError:
-        return None
+    """Return a core's memory in bytes, or None if the runtime doesn't tell, as on a CPU."""
+    if _settled is not None and _settled.platform == "CUDA":
+        return int(torch.cuda.get_device_properties(_settled.index).total_memory)
+    return driver().memory_info().get("limit")
 
 
 def memory_used() -> int | None:
-    """The bytes of the first core's memory that are in use, or None where the runtime doesn't tell.
+    """Return the bytes of the first core's memory that are in use, or None if the runtime doesn't tell.
 
-    It tells of one core only: torch_xla has no such figure for a process that computes on several.
+    For a process that computes on several cores, no runtime tells.
     """
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
-    try:
-        return int(xm.get_memory_info(torch_xla.device())["bytes_used"])
-    except RuntimeError:
-        return None
+    return driver().memory_info().get("used")
 
 
-def available(used: int) -> int:
-    """The number of cores of this host's TPU; without a TPU, the number that is used."""
+def count_available_cores(used: int) -> int:
+    """Return the number of cores of this host's TPU; without a TPU, the number of used cores."""
     if _settled is None or _settled.platform != "TPU":
         return used
-    return int(_import_runtime().runtime.global_runtime_device_count())
+    return driver().count_available_cores()
 
 
 def versions() -> dict[str, str]:
-    """The installed versions that the last digits of a training depend on."""
-    return {name: releases.version(name) or "none" for name in ("torch", "torch_xla")}
+    """Return the installed versions that the last digits of a training depend on."""
+    return {name: releases.version(name) or "none" for name in ("torch", driver().name)}
 
 
-def _import_runtime() -> Any:
-    """Import torch_xla without its log line about the platform: `fit` prints a better one."""
-    release.release()
-    _quieten()
-    if "torch_xla" not in sys.modules:
-        hardware.drop_stale_variables()
-        hardware.leave_the_cloud_alone()
-        logging.disable(logging.WARNING)
-        try:
-            # It needs half of PyTorch's compiler, for `torch.compile` only, which takes half of the time of the import.
-            with deferred("torch_xla._dynamo.dynamo_bridge"):
-                importlib.import_module("torch_xla")
-        except (KeyError, TypeError, OSError) as error:
-            if not hardware.chips():
-                raise
-            raise translate_import(error) from error
-        finally:
-            logging.disable(logging.NOTSET)
-    torch_xla = sys.modules["torch_xla"]
-    importlib.import_module("torch_xla.runtime")
-    # It puts a GRU of its own in PyTorch's place, whose backward pass needs JAX on several cores.
-    nn.GRU = getattr(nn.GRU, "_orig", nn.GRU)  # type: ignore[misc]
-    return torch_xla
-
-
-def _quieten() -> None:
-    """Hide what XLA notes and warns of, such as that GSPMD will be replaced, at every compilation. Errors still show.
-
-    XLA reads the level when it has something to say for the first time, and so later than torch_xla, which sets it to
-    1 where a user has set nothing, or has imported torch_xla first.
-    """
-    if os.environ.get(_LOG_LEVEL, "1") == "1":
-        os.environ[_LOG_LEVEL] = "2"
-
-
-def _parse(cores: CoresArgument) -> _Request:
+def _parse(cores: CoresArgument) -> Request:
     if cores is None or (isinstance(cores, str) and cores == "auto"):
-        return _Request(None, None)
+        return Request(None, None)
     if isinstance(cores, str) and cores.strip().isdecimal():
         cores = int(cores)
     if isinstance(cores, (int, np.integer)) and not isinstance(cores, bool) and 1 <= cores < _MOST:
-        return _Request(int(cores), None)
+        return Request(int(cores), None)
     if isinstance(cores, (list, tuple)) and len(cores) == 1:
         index = cores[0]
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool) and 0 <= index < _MOST:
-            return _Request(1, int(index))
+            return Request(1, int(index))
     known = "'auto', a count of at least 1 such as 8 or '8', or a list with one core's number from 0 such as [0]"
     raise ArgumentError(f"cores must be {known}; got {cores!r}")
 
 
-def _require_same(request: _Request, now: Cores, cores: CoresArgument) -> None:
+def _require_same(request: Request, now: Cores, cores: CoresArgument) -> None:
     if request.count in (None, now.count) and request.index in (None, now.index):
         return
-    wanted = f"cores={cores!r}" if request.index is not None else f"{request.count} core{'s' * (request.count != 1)}"
+    several = f"{request.count} cores were" if request.count != 1 else "1 core was"
+    wanted = f"cores={cores!r} was" if request.index is not None else several
     why = f"this process computes on {now}, settled by {now.settled_by}, and a process can't change that"
     cure = f"Restart it (in a notebook: the kernel), and begin with tpufit.init(cores={cores!r})"
-    raise CoresError(f"{wanted} asked for, but {why}. {cure}")
-
-
-def _choose(
-    request: _Request, available: int, platform: str, started: bool, spmd: bool, cores: CoresArgument
-) -> tuple[int, int]:
-    """The core's number and the count, out of `available`; an error names the cores of this host."""
-    who = "this process was started with" if started else "this host has"
-    have = f"{who} {available} {platform} core{'s' * (available != 1)}"
-    if request.index is not None and request.index >= available:
-        raise CoresError(f"cores={cores!r} asked for, but {have}, numbered from 0; cores='auto' uses them all")
-    count = request.count
-    if count is None:
-        count = available if platform != "CPU" or spmd else 1
-    if spmd and count != available:  # someone else called use_spmd, which can't be undone
-        cure = f"pass cores={available} or cores='auto', or restart without torch_xla's use_spmd"
-        raise CoresError(f"cores={cores!r} asked for, but {have} in SPMD mode, which uses all of them; {cure}")
-    if count not in (1, available):
-        other = "start nothing on the device before tpufit" if platform == "CPU" else "use cores=1"
-        cure = f"it can be 1, {available} or [i] for one core from 0. Pass cores='auto' for all of them, or {other}"
-        raise CoresError(f"{count} cores asked for, but {have}: {cure}")
-    return request.index or 0, count
+    raise CoresError(f"{wanted} requested, but {why}. {cure}")

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils.weak import TensorWeakRef
 
 from ..backend import Sums
 from .aliases import Aliases
-from .bindings import xla
-from .device_state import HeldState, replaced
-from .lazy import handles, pending
-from .trace_seeds import Place
+from .device_state import HeldState, replace_at
+from .driver import driver, on_device
+from .lazy import find_pending, handles
+from .placement import CorePlacement
+from .trace_seeds import Place, TraceSeeds
 from .transfer import reach
 
 _COMPUTED = object()  # in a template: a tensor that the graph computes
@@ -26,7 +27,7 @@ _COMPUTED = object()  # in a template: a tensor that the graph computes
 
 @dataclass(frozen=True)
 class _Input:
-    """In a template: an input that the body returned as it was. A graph has no output for it."""
+    """In a template: an input that the body returned unchanged. A graph has no output for it."""
 
     index: int
 
@@ -36,29 +37,33 @@ class Graph:
     """A compiled graph.
 
     Attributes:
-        hash: Its name in torch_xla's cache.
+        hash: Its name for the driver; None if only its outline is known.
+        outline: Its name by `Driver.outline_of`.
         sources: The list that each input is in, `"state"`, `"sum"`, `"input"`, `"seed"` or `"constant"`, and its index.
-        constants: The inputs that are the same at every call.
+        constants: The inputs that are equal at every call.
+        names: The names of tensors in the user's Python when it was traced, by the identity of their memory.
         places: The places of the seeds that are inputs, see `TraceSeeds`.
         changed: The state tensors that its first outputs replace.
         summed: The sums that its next outputs replace.
-        result: The leaves of the body's result, a mark for a computed tensor or an input, or else the value itself;
-            and the nest that they make.
-        escaped: The number of tensors that the body left elsewhere than in its result.
-        left: The output that each tensor of the result is, and each that was left elsewhere, counted after the sums. A
-            body may return the same one twice.
+        result: The leaves of the body's result (a mark for a computed tensor or an input, else the value itself) and
+            their nest.
+        escaped: The number of tensors that the body stored outside of its result.
+        left: The output for each tensor of the result and for each tensor stored elsewhere, counted after the sums. A
+            body may return the same tensor twice.
         aliases: The state tensors that share memory afterwards.
-        consumed: The state tensors whose old values it writes over.
+        consumed: The state tensors whose old values the graph writes over.
         facts: The values in the user's Python before it was traced, see `python_state.facts`.
-        operations: What it computes, in operations; 0 if nobody has counted.
+        operations: The number of operations that it computes; 0 if unknown.
         proven: True once a second trace has given the same graph.
-        differed: The number of traces in a row that gave another graph than the one before.
-        sample: The graph of one of its steps alone, if it has several: an audit compares this one.
-        escaped_tensors: Those that the body of its last trace has left elsewhere: a replay gives them their new values.
-        pick: Picks its inputs out of one list, in C.
+        differed: The number of consecutive traces whose graph differed from the previous one.
+        sample: The graph of one of its steps, if it has several; audits compare this graph.
+        escaped_tensors: The tensors that the body of the last trace has stored elsewhere, without changed inputs; a
+            replay gives them new values.
+        pick: Picks its inputs from one list, in C.
     """
 
     hash: Any
+    outline: Hashable
     sources: list[tuple[str, int]]
     constants: list[Tensor]
     places: list[Place]
@@ -70,15 +75,16 @@ class Graph:
     aliases: Aliases
     consumed: list[int]
     facts: Mapping[str, Any]
+    names: Mapping[Hashable, str]
     operations: int = 0
     proven: bool = False
     differed: int = 0
     sample: Graph | None = None
-    escaped_tensors: list[ref[Tensor]] = field(default_factory=list)
+    escaped_tensors: list[TensorWeakRef] = field(default_factory=list)
     pick: Callable[[list[Any]], Sequence[Tensor]] = field(init=False)
 
     def arrange(self, sizes: Mapping[str, int]) -> None:
-        """Turn the sources into indices of one list, whose parts have these sizes, in their order."""
+        """Turn the sources into indices of one list, which consists of parts of these sizes."""
         first = {}
         total = 0
         for name, size in sizes.items():
@@ -87,16 +93,19 @@ class Graph:
         at = [first[name] + i for name, i in self.sources]
         self.pick = itemgetter(*at) if len(at) > 1 else lambda pool: [pool[i] for i in at]
 
-    def difference(self, later: Graph) -> str:
-        """The difference to the next trace of the same step, in words, or nothing."""
-        if self.hash != later.hash:
+    def find_difference(self, later: Graph) -> str:
+        """Describe the difference from the next trace of the same step, or return ""."""
+        if self.outline != later.outline or (later.hash is not None and self.hash != later.hash):
             return "two traces of it gave different graphs, as its Python depends on something that changes"
         parts = ("sources", "changed", "summed", "escaped", "left", "aliases", "places")
         if any(getattr(self, part) != getattr(later, part) for part in parts):
             return "two traces of it used different tensors"
-        for one, other in zip(self.constants, later.constants, strict=True):
-            if not torch.equal(_bits(one), _bits(other)):
-                changed = f"from {_shown(one)} to {_shown(other)}"
+        for before, after in zip(self.constants, later.constants, strict=True):
+            if not torch.equal(_bits(before), _bits(after)):
+                name = self.names.get(handles([before])[0])
+                if name is not None and name == later.names.get(handles([after])[0]):
+                    return f"{name}, a tensor that is no buffer, changed between two traces"
+                changed = f"from {_describe(before)} to {_describe(after)}"
                 return f"a number that its Python computes changed between two traces ({changed})"
         return ""
 
@@ -105,52 +114,58 @@ class Graph:
         state: HeldState,
         sums: Sums,
         inputs: list[Tensor],
-        start: Callable[[Any, list[Tensor]], list[Tensor]],
+        placement: CorePlacement,
         first: bool = False,
     ) -> list[Tensor]:
-        """Start the graph, and put its results where they belong.
+        """Start the graph, and store its results in the state and the sums.
 
         Args:
-            inputs: Its inputs, in its order.
-            start: Starts a graph by its hash with its inputs, see `CorePlacement.starter`.
-            first: True if it has never run. **This waits** then, where the state can still be restored: a step that
-                needs too much memory usually fails the first time.
+            state: The state.
+            sums: The sums.
+            inputs: The graph's inputs, in its order.
+            placement: The cores that it was compiled for.
+            first: True if it has never run. Then **this waits** as long as the state can be restored, because a step
+                that needs too much memory usually fails the first time.
 
         Returns:
-            The tensors that the body returned or left elsewhere.
+            The tensors that the body returned or stored elsewhere.
         """
+        starting = placement.prepare_start(self.hash, inputs)
         outputs = state.expect(self.changed, self.consumed, self.aliases)
-        # One call in C. No handler of a signal runs between the graph's start and the arrival of its outputs in the
-        # list: an interrupt there would lose them after the state that they replace has been consumed.
-        outputs.extend(chain([None], map(start, [self.hash], [inputs])))
-        # A graph that writes over the old state has consumed it, and no wait could bring it back.
+        # One call in C, so that no signal handler runs between the start of the graph and the arrival of its outputs in
+        # the list: an interrupt there would lose them after the state that they replace has been consumed.
+        try:
+            outputs.extend(chain([None], starting))
+        finally:
+            placement.note_start(self.hash, outputs[1:])
+        # If the graph has consumed the old state, a wait couldn't restore it.
         if first and outputs[1] and not self.consumed:
             try:
                 reach(min(outputs[1], key=torch.numel), "capture")
             except RuntimeError:
-                del outputs[1]  # before anybody collects them: the state stays as it is
+                del outputs[1]  # before `collect`, so that the state doesn't change
                 raise
         state.collect()
         out: list[Tensor] = outputs[1]
         middle = len(self.changed)
         end = middle + len(self.summed)
-        sums.tensors = replaced(sums.tensors, self.summed, out[middle:end])
+        sums.tensors = replace_at(sums.tensors, self.summed, out[middle:end])
         return [out[end + i] for i in self.left]
 
     @property
     def superseded(self) -> bool:
-        """True if a tensor that its trace left elsewhere is gone: another trace, or the user, has replaced it."""
+        """True if a tensor that its trace stored elsewhere is gone: another trace or the user has replaced it."""
         return any(tensor() is None for tensor in self.escaped_tensors)
 
-    def returned(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
-        """Give the value that the body would have returned, and renew what it would have left elsewhere."""
-        for kept, value in zip(self.escaped_tensors, outputs[len(outputs) - self.escaped :], strict=True):
+    def rebuild_result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        """Return the value that the body would have returned, and update the tensors that it stored elsewhere."""
+        for kept, value in zip(self.escaped_tensors, outputs[len(outputs) - len(self.escaped_tensors) :], strict=True):
             tensor = kept()
             if tensor is not None:
                 tensor.data = value
         tensors = iter(outputs)
         template, spec = self.result
-        if not template and spec.type is list:  # nothing, as of most steps
+        if not template and spec.type is list:  # a shortcut for an empty result, as most steps have
             return []
         leaves = [
             next(tensors) if leaf is _COMPUTED else inputs[leaf.index] if isinstance(leaf, _Input) else leaf
@@ -159,10 +174,10 @@ class Graph:
         return tree_unflatten(leaves, spec)
 
 
-def template_of(leaves: Sequence[Any], memory: Mapping[int, tuple[str, int]]) -> tuple[list[Any], list[Tensor]]:
-    """Classify the leaves of a body's result: computed by the graph, an input, or the same at every call.
+def template_of(leaves: Sequence[Any], memory: Mapping[Hashable, tuple[str, int]]) -> tuple[list[Any], list[Tensor]]:
+    """Classify the leaves of a body's result: computed by the graph, an input, or constant.
 
-    Inputs are known by their memory, see `by_memory`.
+    Inputs are recognised by their memory, see `index_by_memory`.
 
     Returns:
         The leaves of `Graph.result`, and the tensors that the graph computes, or takes from the state or the sums.
@@ -171,15 +186,15 @@ def template_of(leaves: Sequence[Any], memory: Mapping[int, tuple[str, int]]) ->
     computed: list[Tensor] = []
     for leaf in leaves:
         kind = leaf
-        if isinstance(leaf, Tensor) and leaf.device.type == "xla":
-            if pending([leaf]):
+        if isinstance(leaf, Tensor) and on_device(leaf):
+            if find_pending([leaf]):
                 kind = _COMPUTED
                 computed.append(leaf)
             else:
                 name, index = memory.get(handles([leaf])[0], ("", 0))
                 if name == "input":
                     kind = _Input(index)
-                elif name:  # what the state is now, which it isn't at the next call
+                elif name:  # a current value of the state, which changes until the next call
                     kind = _COMPUTED
                     computed.append(leaf)
         template.append(kind)
@@ -187,9 +202,9 @@ def template_of(leaves: Sequence[Any], memory: Mapping[int, tuple[str, int]]) ->
 
 
 def recognise(
-    values: Sequence[Tensor], memory: Mapping[int, tuple[str, int]], seeds: Mapping[int, Place]
+    values: Sequence[Tensor], memory: Mapping[Hashable, tuple[str, int]], seeds: TraceSeeds
 ) -> tuple[list[tuple[str, int]], list[Tensor], list[Place]]:
-    """Find the source of each input of a graph: known by its memory, a seed by its value, or else a constant.
+    """Find the source of each input of a graph: a list with its memory, a seed that the driver knows, else a constant.
 
     Returns:
         The sources, the constants, and the places of the seeds.
@@ -199,8 +214,8 @@ def recognise(
     places: list[Place] = []
     for value, handle in zip(values, handles(values), strict=True):
         source = memory.get(handle)
-        if source is None and value.dtype is torch.int64 and value.dim() == 0:
-            place = seeds.get(int(_peek(value)))
+        if source is None:
+            place = seeds.place_of(value, handle)
             if place is not None:
                 source = ("seed", len(places))
                 places.append(place)
@@ -212,15 +227,14 @@ def recognise(
 
 
 def _bits(constant: Tensor) -> Tensor:
-    """A constant's memory. Unlike the number, a NaN's bits are equal to themselves."""
+    """Return a constant's memory as bytes, in which a NaN equals itself."""
     return _peek(constant).reshape(-1).view(torch.uint8)
 
 
-def _shown(constant: Tensor) -> str:
+def _describe(constant: Tensor) -> str:
     return f"{_peek(constant).item():.6g}" if constant.numel() == 1 else f"a tensor of shape {tuple(constant.shape)}"
 
 
 def _peek(constant: Tensor) -> Tensor:
-    """A constant of a graph on the host. It was computed long ago, so this waits for no step."""
-    value: Tensor = xla()._xla_get_cpu_tensors([constant])[0]
-    return value
+    """Return a constant of a graph on the host. It was computed long ago, so this waits for no step."""
+    return driver().read_one(constant)

@@ -1,4 +1,4 @@
-"""`RunsAhead`: the back-pressure of steps that run on the device, of all roles and models together."""
+"""`RunsAhead`: the back-pressure of steps that run on the device, over all roles and models."""
 
 from contextlib import suppress
 from time import perf_counter
@@ -8,21 +8,21 @@ from torch import Tensor
 
 from ..backend import InFlight
 from ..utils.counters import waiting
-from .bindings import xla
+from .driver import driver
 
-# The number of steps between two waits that tells how long one takes; fewer may be those that compile.
+# The number of steps between two waits that gives the pace; fewer steps may include compilations.
 _LONG_RUN = 16
-# Where a role may have only a few steps under way, all roles and models together may have so many times as many.
+# If a role may have only few pending steps, all roles and models together may have this many times as many.
 _OF_ALL = 3
 _MANY = 32
 
 
 class RunsAhead(InFlight):
-    """Lets steps run ahead of the device, and waits for an older one when they are too many.
+    """Lets steps run ahead of the device, and waits for an older step when too many are pending.
 
-    Many short steps may be under way, because a wait costs as much as the call of one. Of long steps only two may be,
-    because a signal waits for all of them, and each keeps its batch in memory. The seconds, the bytes of batches and
-    the number of steps are limits for all steps under way, see `Placement.most_in_flight`.
+    Many short steps may be pending, because a wait takes as long as the call of a step. Only two long steps may be
+    pending, because a signal waits for all of them, and each keeps its batch in memory. The seconds, the bytes of
+    batches and the number of steps are limits for all pending steps, see `Placement.most_in_flight`.
     """
 
     def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, *, most: int) -> None:
@@ -30,15 +30,15 @@ class RunsAhead(InFlight):
         self._nbytes = nbytes
         self._most = most
         self._few = most < _MANY
-        self.pace: float | None = None  # seconds a step by now; None before a long run of steps was measured
-        self._limit = 4  # until it is known how long they take
-        self.started: list[Tensor] = []  # a result of each step that may be under way
+        self.pace: float | None = None  # current seconds a step; None before a long run of steps was measured
+        self._limit = 4  # until the time of a step is known
+        self.started: list[Tensor] = []  # a result of each step that may be pending
         self._new = 0
         self._last_wait = perf_counter()
         _all.add(self)
 
     def add(self, result: Tensor, nbytes: int) -> Tensor | None:
-        """Note a step that was just started. **This may wait** for a step as old as half the limit."""
+        """Note a step that was just started. **This may wait** for a step that is half the limit old."""
         if self._few:
             self._make_room()
         self.started.append(result)
@@ -47,11 +47,11 @@ class RunsAhead(InFlight):
             return None
         half = self._limit // 2
         with waiting("throttle"):
-            reached: Tensor = xla()._xla_get_cpu_tensors([self.started[half - 1]])[0]
+            reached = driver().read_one(self.started[half - 1])
         del self.started[:half]
         now = perf_counter()
         each = (now - self._last_wait) / self._new
-        # Fourfold at most, so that a short pass has a long run too, which tells the pace.
+        # At most fourfold, so that even a short pass has a long run, which gives the pace.
         limits = self._most, 4 * self._limit, int(self._seconds / each), self._nbytes // max(nbytes, 1)
         self._limit = max(2, min(limits))
         if self._new >= _LONG_RUN:
@@ -61,26 +61,26 @@ class RunsAhead(InFlight):
         return reached
 
     def finish(self) -> None:
-        """Wait for all steps that may be under way. One that has failed has no room either, and is told elsewhere."""
+        """Wait for all steps that may be pending. The error of a failed step is raised elsewhere."""
         with waiting("throttle"):
             while self.started:
-                with suppress(RuntimeError):  # it comes out where its own model reads a result
-                    xla()._xla_get_cpu_tensors(self.started[:1])
+                with suppress(RuntimeError):  # the error is raised where its model reads a result
+                    driver().read_one(self.started[0])
                 del self.started[0]
 
     def _make_room(self) -> None:
-        """Wait for the steps of other roles and models, if there would be too many with them."""
-        others = [one for one in _all if one is not self and one.started]
-        if others and sum(len(one.started) for one in others) + len(self.started) >= _OF_ALL * self._most:
-            for one in others:
-                one.finish()
+        """Wait for the steps of other roles and models if too many are pending in total."""
+        others = [other for other in _all if other is not self and other.started]
+        if others and sum(len(other.started) for other in others) + len(self.started) >= _OF_ALL * self._most:
+            for other in others:
+                other.finish()
 
 
 _all: WeakSet[RunsAhead] = WeakSet()
 
 
 class NothingRuns(InFlight):
-    """Of cores that are absent."""
+    """The back-pressure of absent cores: none."""
 
     def add(self, result: Tensor, nbytes: int) -> Tensor | None:
         return None

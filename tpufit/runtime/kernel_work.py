@@ -1,6 +1,6 @@
-"""`KernelWork`: what a kernel of ours computes and moves, which no compiler counts. It is written into its name.
+"""`KernelWork`: the operations and bytes of tpufit's kernels, which no compiler counts, written into their names.
 
-XLA keeps the name of an operation to the end, so the work can be read in a program before and after it is compiled.
+XLA keeps the names of operations, so the work can be read from a program before and after it is compiled.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ _CALL = re.compile(r'custom_call_target="tpu_custom_call".*op_name="([^"]*)"')
 
 @dataclass(frozen=True)
 class KernelWork:
-    """What a kernel computes and moves each time that it runs, on one core."""
+    """The work of one run of a kernel on one core."""
 
-    name: str  # with which its name in the program begins
-    operations: int  # of its matrix products: two for a product and a sum
-    width: int  # the length of what products add up, which a TPU fills up to the side of its matrix units
-    nbytes: int  # read and written in the core's memory
-    shared: bool = False  # by both halves of a device with two of them
+    name: str  # the beginning of its name in the program
+    operations: int  # of its matrix products; a product and a sum are two
+    width: int  # the contracted length of products, which a TPU pads to the side of its matrix units
+    nbytes: int  # read from and written to the core's memory
+    shared: bool = False  # True if both halves of a device with two share the work
 
     def __str__(self) -> str:
         return f"{self.name}={self.operations}/{self.width}/{self.nbytes}/{self.shared:d}"
 
 
 def mark(kernels: Iterable[KernelWork]) -> str:
-    """The name of a scope in which kernels are called.
+    """Return the name of the scope of calls of kernels.
 
     Example:
         >>> mark([KernelWork("fwd", 4000, 64, 100)])
@@ -38,7 +38,7 @@ def mark(kernels: Iterable[KernelWork]) -> str:
 
 
 def work_in(line: str) -> KernelWork | None:
-    """The work of the kernel that a line of a program calls; None if it calls none that says it.
+    """Return the work of the kernel that a line of a program calls; None if it calls no marked kernel.
 
     Example:
         >>> work_in('call(%q), custom_call_target="tpu_custom_call", metadata={op_name="kernels[a=8/2/3/1]/a_b"}')
@@ -47,12 +47,12 @@ def work_in(line: str) -> KernelWork | None:
         True
     """
     call = _CALL.search(line)
-    found = call and _MARK.search(call[1])
-    if not call or not found:
+    marks = call and _MARK.search(call[1])
+    if not call or not marks:
         return None
-    for one in found[1].split(";"):
-        name, _, numbers = one.partition("=")
-        if f"/{name}" in call[1][found.end() :]:
+    for kernel in marks[1].split(";"):
+        name, _, numbers = kernel.partition("=")
+        if f"/{name}" in call[1][marks.end() :]:
             operations, width, nbytes, shared = map(int, numbers.split("/"))
             return KernelWork(name, operations, width, nbytes, bool(shared))
     return None

@@ -1,131 +1,145 @@
-"""Lazy tensors: torch_xla's tensors that may still wait to be computed, and the memory that they have on the device."""
+"""Lazy tensors: tensors that may be pending, and their memory on the device."""
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, compress, tee
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
+from ..utils.collector import collector
 from ..utils.counters import waiting
 from . import counters
-from .bindings import xla
+from .driver import driver
+from .own_thread import unguarding
 from .transfer import swap_value
+
+_use_count = Tensor._use_count  # type: ignore[attr-defined]  # missing in PyTorch's stubs
+_let_python_own = Tensor._fix_weakref  # type: ignore[attr-defined]  # missing in PyTorch's stubs
 
 
 def compute(tensors: Sequence[Tensor], cause: str = "tensors share memory") -> None:
-    """Start the work of some tensors alone, without waiting; none of the memory that it reads is written over."""
+    """Start the work of only these tensors, without waiting, and without writing over any memory that it reads."""
     if tensors:
         with counters.role("transfer", cause):
-            xla()._xla_sync_multi(list(tensors), [], False, True)
+            driver().compute(tensors)
 
 
 def wait(reason: str) -> None:
-    """Wait until the device has done all that was started."""
+    """Wait until the device has done all started work."""
     with waiting(reason):
-        xla()._xla_wait_device_ops([])
+        driver().wait()
 
 
-def pending(tensors: Sequence[Tensor]) -> list[int]:
-    """The indices of the tensors that have no value yet. All must be on the device."""
-    if not tensors:  # which torch_xla refuses
-        return []
-    return [i for i, waits in enumerate(xla()._check_tensor_need_materialization(tensors)) if waits]
+def find_pending(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the indices of the tensors that have no value yet. All must be on the device."""
+    return driver().find_pending(tensors) if tensors else []
 
 
 def graph_hash(tensor: Tensor) -> object:
-    """The identity of the work that a pending tensor waits for."""
-    return xla()._get_graph_hash([tensor])
+    """Return the identity of the work that computes a pending tensor."""
+    return driver().work_of(tensor)
 
 
 def identity(tensor: Tensor) -> int:
-    """The number of a tensor on the device. A tensor that was detached from it, and shares its value, has the same."""
-    return int(xla()._xla_get_tensor_id(tensor))
+    """Return the number of a tensor's value on the device; its detached tensors share the value and the number."""
+    return driver().identity(tensor)
 
 
-def handles(tensors: Sequence[Tensor]) -> list[int]:
-    """The identity of each tensor's memory on the device; it must have been computed."""
-    return list(xla()._get_tensors_handle(tensors)) if tensors else []
+def handles(tensors: Sequence[Tensor]) -> list[Hashable]:
+    """Return the identity of each tensor's memory on the device. All tensors must have been computed."""
+    return driver().handles(tensors) if tensors else []
 
 
-def by_memory(lists: Mapping[str, Sequence[Tensor]]) -> dict[int, tuple[str, int]]:
-    """The list and the index of each tensor, by the identity of its memory."""
+def index_by_memory(lists: Mapping[str, Sequence[Tensor]]) -> dict[Hashable, tuple[str, int]]:
+    """Return the list and the index of each tensor by the identity of its memory."""
     return {handle: (name, i) for name, tensors in lists.items() for i, handle in enumerate(handles(tensors))}
 
 
-def same_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Other tensors over the memory that these have now, on the device."""
-    if not tensors:
-        return []
-    _, values = xla()._get_tensors_xla_device_data_node(tensors)
-    found = dict(zip(handles(values), values, strict=True))
-    return [found[handle] for handle in handles(tensors)]
+def alias_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return new tensors over the current memory of these on the device."""
+    return driver().alias_memory(tensors) if tensors else []
 
 
-def behind_barrier(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors of the same values, which the compiler takes for others, and which exist once all of them do."""
-    apart = [tensor.detach().clone() for tensor in tensors]
-    xla()._xla_optimization_barrier_(apart)
-    return apart
+def put_behind_barrier(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors of equal values behind an optimization barrier, which are computed together."""
+    return driver().put_behind_barrier(list(tensors))
 
 
-def pending_elsewhere(known: Iterable[Tensor], among: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """The pending tensors that only user code knows: in an attribute, a list, a closure. They come in order of birth.
+def find_pending_elsewhere(known: Iterable[Tensor], among: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Return the pending tensors that aren't `known`, but in the user's attributes, lists or closures, oldest first.
 
-    Known ones are left out. To look among all that there are takes a tenth of a second and more.
+    A search among all tensors (without `among`) takes a tenth of a second or more.
     """
-    own = {id(tensor) for tensor in known}
-    tensors = [tensor for tensor in (_tensors() if among is None else among) if id(tensor) not in own]
+    known_ids = {id(tensor) for tensor in known}
+    tensors = [tensor for tensor in (find_alive() if among is None else among) if id(tensor) not in known_ids]
     try:
-        found = [tensors[i] for i in pending(tensors)]
-    except RuntimeError:  # one has no value and waits for none, as while another thread reads it
-        found = [tensor for tensor in tensors if _waits(tensor) is True]
-    return sorted(found, key=identity)
+        waiting = [tensors[i] for i in find_pending(tensors)]
+    except RuntimeError:  # a tensor has neither a value nor pending work, e.g. while another thread reads it
+        waiting = [tensor for tensor in tensors if _waits(tensor) is True]
+    return sorted(waiting, key=identity) if driver().is_lazy else waiting  # the collector lists the oldest first
+
+
+def others_wait(tensors: Sequence[Tensor]) -> bool:
+    """True if tensors other than these are pending on the device. All of these must be on the device."""
+    return driver().count_pending() > len({identity(tensors[i]) for i in find_pending(tensors)})
 
 
 @contextmanager
 def noting_new() -> Iterator[list[Tensor]]:
-    """A context that, at its end, lists the tensors on the device that were made inside and are alive.
+    """A context that at its end lists the living tensors on the device that were made inside.
 
-    They are among the collector's youngest objects, few enough to look at, as long as it doesn't run.
+    The garbage collector is paused, so that they are among its youngest objects, which are few enough to search.
     """
-    runs = gc.isenabled()
     new = list[Tensor]()
-    gc.disable()
-    try:
-        yield new
-    finally:
-        new += young()
-        if runs:
-            gc.enable()
+    with collector.pausing():
+        try:
+            yield new
+        finally:
+            new += find_young()
 
 
-def young() -> list[Tensor]:
-    """The tensors on the device among the collector's youngest objects."""
-    return _tensors(generation=0)
+def find_young() -> list[Tensor]:
+    """Return the tensors on the device among the garbage collector's youngest objects."""
+    return find_alive(generation=0)
 
 
-def _tensors(generation: int | None = None) -> list[Tensor]:
-    """The tensors on the device, of all generations of the garbage collector or of one."""
+def find_alive(generation: int | None = None) -> list[Tensor]:
+    """Return the tensors on the device in one generation of the garbage collector (default: in all)."""
     kinds = _subclasses(Tensor)
-    # By membership: there are half a million objects, and `issubclass` takes twice as long for each.
-    objects = [o for o in gc.get_objects(generation) if type(o) in kinds]
-    found = [t for t in objects if t.is_xla]  # unlike `device`, it is also there for a tensor without a device
-    for tensor in found:  # one that only autograd's graph kept would end with it, with a warning, while we hold it
-        tensor._fix_weakref()
-    return found
+    objects = list[object]()
+    # `in` takes half the time of `issubclass` for each of half a million objects.
+    tensors = compress(objects, map(kinds.__contains__, map(type, objects)))
+    on_device = attrgetter(f"is_{driver().device_type}")  # unlike `device`, tensors without a device have it too
+    found, same = tee(filter(_use_count, filter(on_device, tensors)))  # a tensor that is being freed has no users
+    owned = compress(found, zip(map(_let_python_own, same), strict=True))
+    # The collector also lists tensors that only C++ keeps, e.g. autograd's graph. Between two instructions of Python
+    # another thread may free such a tensor: PyTorch warns, and using it may overwrite memory. So one instruction fills
+    # the list, searches it, and clears it; the iterators are C, where Python doesn't switch threads.
+    with collector.pausing(), unguarding():
+        _, *result, _ = chain(
+            map(objects.extend, map(gc.get_objects, (generation,))), owned, map(list.clear, (objects,))
+        )
+    return result
 
 
 def has_value(tensor: Tensor) -> bool:
-    """True if a tensor is there and has been computed."""
+    """True if a tensor is on the device and has been computed."""
     return _waits(tensor) is False
 
 
 def _waits(tensor: Tensor) -> bool | None:
     try:
-        return bool(pending([tensor])) if tensor.is_xla else None  # type: ignore[attr-defined]
+        return bool(find_pending([tensor])) if _has_device(tensor) else None
     except RuntimeError:
         return None
+
+
+def _has_device(tensor: Tensor) -> bool:
+    """True for a tensor on the device; a tensor that only autograd's graph has kept may have lost its device."""
+    return bool(getattr(tensor, f"is_{driver().device_type}"))
 
 
 def _subclasses(kind: type) -> set[type]:
@@ -133,8 +147,8 @@ def _subclasses(kind: type) -> set[type]:
 
 
 def drop(tensors: Iterable[Tensor]) -> None:
-    """Take their values out of tensors, and the pending work with them, whoever else holds the tensors."""
+    """Take the values and the pending work out of tensors, even if they are referenced elsewhere."""
     for tensor in tensors:
-        # A tensor that only another's history kept may have ended with it, and then has no device.
-        if tensor.is_xla:  # type: ignore[attr-defined]
+        # A tensor that only another tensor's history kept may have ended with it, and then has no device.
+        if _has_device(tensor):
             swap_value(tensor, torch.empty_like(tensor, device="meta"), requires_grad=False)

@@ -1,21 +1,34 @@
-"""The states and programs of a placement: of its cores, or of the host."""
+"""Makes placements, and their states and programs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..backend import AttentionForms, DeviceState, Placement, Program, Sharding, Slot, Sums
-from ..backend.eager import EagerProgram, HostState
-from ..backend.state import no_slots
+from ..backend import AttentionForms, Cores, DeviceState, Placement, Program, Sharding, Slot, Sums
+from ..backend.device_state import no_slots
+from ..backend.eager import EagerPlacement, EagerProgram, HostState
 from .device_state import HeldState
-from .ops.forms import choosing
-from .ops.kernels import own_kernels
+from .driver import driver
 from .packing import Packing
 from .placement import CorePlacement
 from .program import CapturedProgram
+from .recorder import Recorder
 
 _PLAIN = AttentionForms()
+
+
+def placement_on(cores: Cores, recorder: Recorder | None = None) -> Placement:
+    """Return the placement of steps on cores, or on a recorder that stands in for absent cores."""
+    if cores.platform == "CUDA" and recorder is None:
+        return EagerPlacement(torch.device("cuda", cores.index))
+    return driver().placement_on(cores, recorder)
+
+
+def set_matmul_precision(name: str) -> None:
+    """Set the precision of float32 matrix products in graphs traced from now on, which only matters on a TPU."""
+    driver().set_matmul_precision(name)
 
 
 def state_at(
@@ -24,7 +37,7 @@ def state_at(
     shardings: Mapping[int, Sharding] | None = None,
     slots: Callable[[], Sequence[Slot]] = no_slots,
 ) -> DeviceState:
-    """Return the state of tensors that are at a placement. `slots` lists the slots of the user's that they are in."""
+    """Return the state of tensors at a placement. `slots` lists the slots in which the user keeps them."""
     if isinstance(placement, CorePlacement):
         return HeldState(tensors, shardings, Packing(placement), slots)
     return HostState(tensors, shardings)
@@ -41,10 +54,11 @@ def program_at(
     matmul_precision: str = "default",
     attention: AttentionForms = _PLAIN,
     python_state: Callable[[], dict[str, Any]] = dict,
+    kept: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> Program:
-    """Return a step at a placement, whose state `state_at` made; the arguments are those of `CapturedProgram`.
+    """Return the program of a step at a placement, with a state of `state_at`; for arguments see `CapturedProgram`.
 
-    What form of attention each layer gets is noted in `attention`.
+    The actual form of each layer's attention is noted in `attention`.
     """
     if isinstance(placement, CorePlacement):
         assert isinstance(state, HeldState)
@@ -55,10 +69,9 @@ def program_at(
             sums=sums,
             jit_compile=jit_compile,
             donate=donate,
-            inside=lambda: own_kernels(
-                forms=choosing(attention, placement)
-            ),  # on one core too: there native batch norm in eval mode has no backward pass
+            attention=attention,
             matmul_precision=matmul_precision,
             python_state=python_state,
+            kept=kept,
         )
-    return EagerProgram(sums, jit_compile)
+    return EagerProgram(sums, jit_compile, placement.device)

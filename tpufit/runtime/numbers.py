@@ -1,9 +1,9 @@
-"""What optimizers, metrics and losses must know of the device's numbers."""
+"""What optimizers, metrics and losses need to know about the device's numbers."""
 
 import torch
 from torch.optim import Optimizer
 
-# A TPU has no integers of 64 bits: it emulates them.
+# A TPU emulates integers of 64 bits.
 COUNTS = torch.int32
 
 

@@ -1,11 +1,15 @@
-"""`operations_in`: counts what a program computes, in the text that torch_xla gives of it before it is compiled.
+"""`operations_in`: counts the operations of a program in its text, before it is compiled.
 
-Its matrix products and convolutions are counted, a product and a sum as two operations. Of a network they are nearly
-all of the work, and the peak that vendors state is one of matrix products. Shapes are those of all cores together.
+Matrix products and convolutions are counted; a product and a sum are two operations. They are nearly all of a network's
+work, and the peak that vendors state is for matrix products. Shapes are over all cores.
+
+The text is HLO from torch_xla, and StableHLO from TorchTPU.
 """
 
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .kernel_work import work_in
 
@@ -14,27 +18,48 @@ _PRODUCT = re.compile(rf"= {_TYPE} (dot|convolution)\({_TYPE} [^,]+, {_TYPE} [^)
 _WINDOW = re.compile(r"window={([^}]*)}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")  # a letter or number for each dimension: "bf01_oi01->bf01"
 _CONTRACTED = re.compile(r"lhs_contracting_dims={([\d,]*)}")
-_GROUPS = re.compile(r"batch_group_count=(\d+)")
+_GROUPS = re.compile(r"batch_group_count ?= ?(\d+)")
+
+_TENSOR = r"tensor<((?:\d+x)*)(?:[^<>]|<[^<>]*>)+>"  # also of complex numbers: tensor<3xcomplex<f32>>
+_STABLE = re.compile(rf"= stablehlo\.(dot|dot_general|convolution)\b(.*) : \({_TENSOR}, {_TENSOR}\) -> {_TENSOR}")
+_STABLE_LABELS = re.compile(r"dim_numbers = \[(.+?)\]x\[(.+?)\]->\[(.+?)\]")
+_STABLE_CONTRACTED = re.compile(r"contracting_dims = \[([\d, ]*)\] x")
 
 Shape = list[int]
 
 
-def operations_in(text: str, cores: int = 1) -> int:
-    """Count the operations of a program's matrix products and convolutions, and of the kernels that say theirs.
+@dataclass(frozen=True)
+class _Window:
+    """The window of a convolution in one dimension."""
 
-    The text of the program has the types of operands. A kernel runs on so many cores.
+    stride: int
+    apart: int  # the dilation of the kernel
+    holes: int  # the dilation of the images
+    before: int  # the padding before the images
+
+
+def operations_in(text: str, cores: int = 1) -> int:
+    """Count the operations of a program's matrix products, convolutions and marked kernels.
+
+    The text must include the types of operands. A kernel runs on `cores` cores.
 
     Example:
         >>> dot = "%dot.3 = f32[4,5]{1,0} dot(f32[4,576]{1,0} %a, f32[576,5]{0,1} %b), lhs_contracting_dims={1}"
         >>> operations_in(dot) == 2 * 4 * 5 * 576
         True
+        >>> dot = "%3 = stablehlo.dot %1, %2 : (tensor<4x576xf32>, tensor<576x5xf32>) -> tensor<4x5xf32>"
+        >>> operations_in(dot) == 2 * 4 * 5 * 576
+        True
     """
-    total = 0
+    terms = 0
     for result, kind, left, right, attributes in _PRODUCT.findall(text):
         count = _of_product if kind == "dot" else _of_convolution
-        total += 2 * count(_numbers(result), _numbers(left), _numbers(right), attributes)
+        terms += count(_numbers(result), _numbers(left), _numbers(right), attributes)
+    for kind, attributes, left, right, result in _STABLE.findall(text):
+        count = _of_stable_convolution if kind == "convolution" else _of_stable_product
+        terms += count(_numbers(result), _numbers(left), _numbers(right), attributes)
     kernels = filter(None, map(work_in, text.splitlines()))
-    return total + cores * sum(kernel.operations for kernel in kernels)
+    return 2 * terms + cores * sum(kernel.operations for kernel in kernels)
 
 
 def _of_product(result: Shape, left: Shape, right: Shape, attributes: str) -> int:
@@ -43,33 +68,67 @@ def _of_product(result: Shape, left: Shape, right: Shape, attributes: str) -> in
     return math.prod(result) * math.prod(left[i] for i in over)
 
 
+def _of_stable_product(result: Shape, left: Shape, right: Shape, attributes: str) -> int:
+    contracted = _STABLE_CONTRACTED.search(attributes)
+    over = _numbers(contracted[1]) if contracted else [len(left) - 1]
+    return math.prod(result) * math.prod(left[i] for i in over)
+
+
 def _of_convolution(result: Shape, images: Shape, kernel: Shape, attributes: str) -> int:
-    """The terms that it adds up, without those of padding and of holes."""
-    labels = _LABELS.search(attributes)
-    window = _WINDOW.search(attributes)
-    groups = _GROUPS.search(attributes)
+    labels, window = _LABELS.search(attributes), _WINDOW.search(attributes)
     assert labels is not None
-    of_images = dict(zip(labels[1], images, strict=True))
-    of_kernel = dict(zip(labels[2], kernel, strict=True))
-    of_result = dict(zip(labels[3], result, strict=True))
     given: dict[str, str] = dict(pair.split("=") for pair in window[1].split()) if window else {}
-    # Groups of features are in the kernel's shape already.
-    terms: int = of_kernel["i"] * of_kernel["o"] * of_images["b"] // (int(groups[1]) if groups else 1)
-    for name in filter(str.isdigit, labels[1]):
-        layout = {key: value.split("x")[int(name)] for key, value in given.items()}
-        terms *= _overlaps(of_images[name], of_kernel[name], of_result[name], layout)
+    windows = []
+    for i in range(len(result) - 2):
+        at = {key: value.split("x")[i] for key, value in given.items()}
+        before = int(at.get("pad", "0_0").partition("_")[0])
+        stride, apart, holes = (int(at.get(key, 1)) for key in ("stride", "rhs_dilate", "lhs_dilate"))
+        windows.append(_Window(stride, apart, holes, before))
+    named = _named(labels[1], images), _named(labels[2], kernel), _named(labels[3], result)
+    return _terms(*named, windows, _groups(attributes))
+
+
+def _of_stable_convolution(result: Shape, images: Shape, kernel: Shape, attributes: str) -> int:
+    labels = _STABLE_LABELS.search(attributes)
+    assert labels is not None
+
+    def parse(name: str) -> list[int]:
+        found = re.search(rf"{name} = \[([\d, ]*)\]", attributes)
+        return _numbers(found[1]) if found else [1] * (len(result) - 2)
+
+    pads = re.search(r"pad = \[(.*?)\]\]", attributes)  # before and after, for each dimension
+    before = _numbers(pads[1])[::2] if pads else [0] * (len(result) - 2)
+    windows = list(map(_Window, parse("stride"), parse("rhs_dilate"), parse("lhs_dilate"), before))
+    of_images, of_kernel, of_result = (labels[i].split(", ") for i in (1, 2, 3))
+    named = _named(of_images, images), _named(of_kernel, kernel), _named(of_result, result)
+    return _terms(*named, windows, _groups(attributes))
+
+
+def _named(names: Sequence[str], shape: Shape) -> dict[str, int]:
+    return dict(zip(names, shape, strict=True))
+
+
+def _terms(
+    images: dict[str, int], kernel: dict[str, int], result: dict[str, int], windows: list[_Window], groups: int
+) -> int:
+    """Count the products that a convolution sums, without products with padding or holes."""
+    # The kernel's shape already accounts for groups of features.
+    terms = kernel["i"] * kernel["o"] * images["b"] // groups
+    for i, window in enumerate(windows):
+        terms *= _overlaps(images[str(i)], kernel[str(i)], result[str(i)], window)
     return terms
 
 
-def _overlaps(images: int, kernel: int, result: int, layout: dict[str, str]) -> int:
-    """The pairs of places, in the result and in the kernel, that meet one of the images, in one dimension."""
-    stride = int(layout.get("stride", 1))
-    apart = int(layout.get("rhs_dilate", 1))
-    holes = int(layout.get("lhs_dilate", 1))
-    before = int(layout.get("pad", "0_0").partition("_")[0])
-    places = (out * stride + k * apart - before for out in range(result) for k in range(kernel))
-    return sum(place % holes == 0 and 0 <= place // holes < images for place in places)
+def _overlaps(images: int, kernel: int, result: int, window: _Window) -> int:
+    """Count the pairs of positions in result and kernel that meet a position of the images, in one dimension."""
+    places = (out * window.stride + k * window.apart - window.before for out in range(result) for k in range(kernel))
+    return sum(place % window.holes == 0 and 0 <= place // window.holes < images for place in places)
+
+
+def _groups(attributes: str) -> int:
+    found = _GROUPS.search(attributes)
+    return int(found[1]) if found else 1
 
 
 def _numbers(text: str) -> Shape:
-    return [int(number) for number in text.split(",") if number]
+    return [int(number) for number in re.findall(r"-?\d+", text)]

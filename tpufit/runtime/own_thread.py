@@ -1,13 +1,13 @@
-"""`for_this_thread`: a context in which other threads that use some tensors wait.
+"""`guarding`: a context in which other threads that use some tensors wait.
 
-torch_xla doesn't expect that one thread reads a tensor while another traces what becomes of it: it stumbles, or ends
-the process.
+torch_xla doesn't support reading a tensor in one thread while another traces its changes: it fails or aborts the
+process.
 """
 
 import sys
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from threading import RLock, get_ident
 from typing import Any
@@ -15,22 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A thread that waits longer may be one that the step itself waits for: from then on it is let in. In seconds.
+from ..utils.collector import collector
+
+# In seconds. A thread that waits longer may be a thread that the step itself waits for, so it is admitted then.
 _PATIENCE = 2.0
 
 
 class _Guard:
-    """Makes threads wait for the one that has the tensors to itself, but for those that it may be waiting for."""
+    """Makes threads wait for the thread that has the tensors, except threads that this one may be waiting for."""
 
     def __init__(self) -> None:
-        self._busy = RLock()  # a step may train another model
-        self.others: set[int] = set()  # the threads that there were before
+        self._busy = RLock()  # reentrant, because a step may train another model
+        self.others: set[int] = set()  # the other threads at the beginning
         self._let_in: set[int] = set()
 
     @contextmanager
-    def for_this_thread(self) -> Iterator[None]:
+    def guarding(self) -> Iterator[None]:
         with self._busy:
-            self.others = sys._current_frames().keys() - self._let_in - {get_ident()}
+            with collector.pausing():  # a set: the keys of the dict would keep this frame, and all frames below it
+                threads = set(sys._current_frames())
+            self.others = threads - self._let_in - {get_ident()}
             yield
 
     def wait(self) -> None:
@@ -46,25 +50,45 @@ _guard = _Guard()
 
 
 @contextmanager
-def for_this_thread(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which another thread that does anything with one of the tensors waits for its end.
+def guarding(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """A context in which other threads that use one of the tensors wait for its end.
 
-    A tensor whose class has a `__torch_function__` of its own stays open to all.
+    Tensors whose class defines `__torch_function__` aren't guarded.
     """
     classes = [type(tensor) for tensor in tensors]
-    with _guard.for_this_thread():
+    with _guard.guarding():
         try:
             for tensor, kind in zip(tensors, classes, strict=True):
-                tensor.__class__ = _guarded(kind)
+                tensor.__class__ = _make_guarded(kind)
             yield
         finally:
             for tensor, kind in zip(tensors, classes, strict=True):
                 tensor.__class__ = kind
 
 
+def unguarding() -> AbstractContextManager[None]:
+    """A context in which this thread reads guarded tensors as fast as others. Only the engine's own code needs it.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> with guarding([weight]), unguarding():
+        ...     weight.dim()
+        1
+    """
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
+
+
+def _caller() -> types.CodeType:
+    """Return the code that has called a function on a guarded tensor, skipping frames of `__torch_function__` modes."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code
+
+
 @cache
-def _guarded(kind: type[Tensor]) -> type[Tensor]:
-    """The class of a tensor of some class while one thread has it to itself."""
+def _make_guarded(kind: type[Tensor]) -> type[Tensor]:
+    """Return the guarded subclass of a tensor's class."""
     if kind.__torch_function__ not in (Tensor.__torch_function__, torch._C._disabled_torch_function_impl):
         return kind
 
@@ -76,9 +100,9 @@ def _guarded(kind: type[Tensor]) -> type[Tensor]:
         if get_ident() in _guard.others:
             _guard.wait()
         result = plain(func, classes, args, kwargs or {})
-        # `nn.Parameter` makes another one only of a weight whose detached tensor has the same class. Elsewhere a module
-        # would take that tensor for a parameter.
-        if func is Tensor.detach and sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+        # `nn.Parameter(weight)` requires that the detached tensor has the weight's class. Elsewhere the class is plain,
+        # or a module would register the detached tensor as a parameter.
+        if func is Tensor.detach and _caller() is torch.nn.Parameter.__new__.__code__:
             result.__class__ = guarded
         return result
 

@@ -1,8 +1,8 @@
-"""`Packing`: the weights of convolutions are kept with their outputs last on a TPU, as JAX keeps them.
+"""`Packing`: on a TPU the weights of convolutions are kept with their output channels last, as in JAX.
 
-A TPU keeps arrays in tiles of two dimensions. Those of a weight of shape (out, in, height, width) run along its inputs
-where torch_xla keeps it, and along its outputs where a convolution uses it. So each step would copy it, and each state
-of its optimizer, to another layout and back: a sixth of the cycles of a ResNet-50.
+A TPU keeps arrays in tiles of two dimensions. For a weight of shape (out, in, height, width) torch_xla's tiles run
+along the input channels, but convolutions need tiles along the output channels. So each step would convert the layout
+of each weight and its optimizer state and back, which takes a sixth of the cycles of a ResNet-50.
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ from .placement import CorePlacement
 
 @dataclass(frozen=True)
 class Packing:
-    """The order in which a placement keeps the dimensions of tensors; without one they stay as they are."""
+    """The order in which a placement keeps the dimensions of tensors; without a placement the order doesn't change."""
 
     placement: CorePlacement | None = None
 
-    def packs(self, tensors: Sequence[Tensor]) -> list[int]:
-        """The indices of the tensors that are kept in another order: weights of convolutions, and what is like them.
+    def find_packable(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the indices of tensors that are kept in another order: weights of convolutions and similar tensors.
 
-        One of few inputs, as a first layer's or one of each channel alone, is kept as it is used.
+        Weights with few input channels, of a first layer or a depthwise convolution, are kept as convolutions use them.
         """
         if self.placement is None or not self.placement.packs:
             return []
         return [i for i, t in enumerate(tensors) if t.dim() > 2 and min(t.shape[:2]) > max(t.shape[2:])]
 
-    def packed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors to the order in which they are kept. **This waits**, see `CorePlacement.compute`."""
-        return self._computed([kept(tensor) for tensor in tensors])
+    def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy tensors to the device's order. **This waits**, see `CorePlacement.compute`."""
+        return self._compute([reorder_for_device(tensor) for tensor in tensors])
 
-    def unpacked(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy kept tensors to the order in which the user sees them. **This waits**, see `CorePlacement.compute`."""
-        return self._computed([shown(tensor) for tensor in tensors])
+    def unpack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy packed tensors to the user's order. **This waits**, see `CorePlacement.compute`."""
+        return self._compute([reorder_for_user(tensor) for tensor in tensors])
 
-    def pinned(self, tensor: Tensor) -> Tensor:
-        """A kept tensor of the trace under way, whole on every core as a value of the state."""
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Pin a packed tensor of the current trace to be whole on every core."""
         return tensor if self.placement is None else self.placement.pin(tensor)
 
-    def _computed(self, copies: list[Tensor]) -> list[Tensor]:
+    def _compute(self, copies: list[Tensor]) -> list[Tensor]:
         return [] if self.placement is None or not copies else self.placement.compute(copies)
 
 
 @torch.no_grad()
-def kept(tensor: Tensor) -> Tensor:
-    """A tensor in the order in which it is kept, pending: (out, in, height, width) as (height, width, in, out).
+def reorder_for_device(tensor: Tensor) -> Tensor:
+    """Return a pending copy in the device's order: (out, in, height, width) becomes (height, width, in, out).
 
     Example:
-        >>> kept(torch.zeros(5, 4, 3, 2)).shape, shown(kept(torch.zeros(5, 4, 3, 2))).shape
+        >>> packed = reorder_for_device(torch.zeros(5, 4, 3, 2))
+        >>> packed.shape, reorder_for_user(packed).shape
         (torch.Size([3, 2, 4, 5]), torch.Size([5, 4, 3, 2]))
     """
-    # A clone, as a view goes on following the changes of its base.
+    # A clone, because a view would follow later changes of its base.
     return tensor.detach().permute(*range(2, tensor.dim()), 1, 0).clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
-def shown(tensor: Tensor) -> Tensor:
-    """A kept tensor in the order in which the user sees it, pending."""
+def reorder_for_user(tensor: Tensor) -> Tensor:
+    """Return a pending copy of a packed tensor in the user's order."""
     last = tensor.dim() - 1
     return tensor.detach().permute(last, last - 1, *range(last - 1)).clone(memory_format=torch.contiguous_format)

@@ -1,68 +1,68 @@
 """`CapturedProgram`: runs a step as one XLA graph, traced once and then replayed.
 
-torch_xla traces the Python of a step on every call, which for a real network takes longer than the step itself. Here a
-step's first run is traced, compiled, and started as a graph of known inputs and outputs. Its second run is traced once
-more. Only if that gives the same graph with the same constants, from another batch and seed, is the graph replayed from
-then on, without any of the step's Python. A step that can't be shown to be equal is traced on every call.
+Tracing the Python of a step on every call takes longer than a real network's step. Here a step's first run is traced,
+compiled, and started as a graph of known inputs and outputs. Its second run is traced again. Only if this trace gives
+the same graph with the same constants, from another batch and seed, is the graph replayed from then on, without the
+step's Python. A step whose traces differ is traced on every call.
 
-Now and then a replay is audited, see `audits`: the step is traced once more, only to compare. If that gives another
-graph, something has changed that its Python reads, and the step is captured anew.
+Now and then a replay is audited, see `audits`: the step is traced again only to compare. If the graphs differ,
+something has changed that its Python reads, and the step is captured again.
 """
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 
-from ..backend import Body, Program, Sums
+from ..backend import AttentionForms, Body, Program, Sums
 from ..backend.program import Pause
 from ..errors import ReplayError
 from ..utils.counters import count_capture, timed
 from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import warn
 from .audits import Audits
-from .capture import Capture, Target, capturing, undoing
+from .capture import Capture, Target, undoing
 from .device_state import HeldState
+from .driver import driver
 from .graph import Graph
-from .lazy import drop, noting_new, pending_elsewhere, wait
-from .lowering import lowering, variables
+from .lazy import drop, find_pending_elsewhere, wait
 from .placement import CorePlacement
-from .release import checking_shapes
-from .trace_seeds import seed_tensors
-from .trace_watch import Glance, Watch, cure_for
+from .trace_context import tracing_with
+from .trace_watch import Glance, Watch, cure_for, explain_slowness
 
-# The number of traces in a row that may differ from the one before, until a step counts as one that can't be replayed.
-# One differs without fault where a module builds a cache in its first forward pass.
+# The number of consecutive traces that may differ from the previous trace before a step counts as not replayable.
+# A single difference is harmless, e.g. where a module builds a cache in its first forward pass.
 _ATTEMPTS = 3
 
-# XLA:CPU waits for a step that is given memory, which costs a fifth of a small one: there memory is given from this
-# size of the state on, in bytes. Elsewhere it is free.
+# With donated memory XLA:CPU waits for the previous step, which costs a fifth of a small step, so there the state is
+# donated only from this number of bytes on. Elsewhere donation costs nothing.
 _WORTH_GIVING = 1 << 24
 
 _ONCE = "it has only been traced once"
 
 
 class CapturedProgram(Program):
-    """A step, and the graphs that its Python has been traced to.
+    """A step, and the graphs of its traces.
 
     Args:
         placement: The cores that it runs on.
-        role: The role that its graphs are counted under: `"train"`, `"eval"` or `"predict"`.
+        role: The role for which its graphs are counted: `"train"`, `"eval"` or `"predict"`.
         state: The tensors that it reads and changes.
         sums: The running sums.
-        jit_compile: `"auto"`: replay what can be replayed. True: an error if it can't be. False: trace every call.
-        donate: True to write the new state over the old, so that it is in memory once only. A small state is left as
-            it is where that costs time.
-        inside: Gives the context in which the body is traced.
+        jit_compile: `"auto"`: replay if possible. True: raise an error if not. False: trace every call.
+        donate: True to write the new state over the old, so that memory has only one copy. Where donation costs time, a
+            small state isn't donated.
+        attention: The forms of attention that the user has requested.
         matmul_precision: The precision of float32 matrix products.
-        python_state: Gives the names and values that the body might change in Python, before and after a trace.
+        python_state: Returns the names and values that the body might change in Python, before and after a trace.
+        kept: Returns the tensors on the device that the user's Python keeps, by name.
 
     Attributes:
         audits: Decides which replays are audited.
-        change: The change that the last audit has found, in words if it is known, and the number of steps that may have
-            run without it; None if it has found none, or after `pop_change`.
+        change: A description of the change that the last audit has found ("" if unknown), and the number of steps that
+            may have missed it; None without a change, or after `pop_change`.
     """
 
     def __init__(
@@ -74,14 +74,16 @@ class CapturedProgram(Program):
         sums: Sums,
         jit_compile: str | bool = "auto",
         donate: bool = False,
-        inside: Callable[[], AbstractContextManager[object]] = nullcontext,
+        attention: AttentionForms,
         matmul_precision: str = "default",
         python_state: Callable[[], dict[str, Any]] = dict,
+        kept: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         super().__init__(jit_compile)
         free = placement.gives_memory_freely
         donates = donate and (free or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
-        self._target = Target(placement, role, state, sums, donates, inside)
+        self._target = Target(placement, role, state, sums, donates, attention, kept)
+        state.given |= donates
         self._strict = self._new = LENIENT
         self.audits = Audits(in_lockstep=placement.hosts > 1)
         self.change: tuple[str, int] | None = None
@@ -90,34 +92,38 @@ class CapturedProgram(Program):
         self._python_state = python_state
         self._graphs: dict[Hashable, Graph] = {}
         self._doubtful: dict[Hashable, int] = {}  # the doubtful steps of graphs that an audit has refuted
-        self._varied = 0  # traces in a row, of whatever key, whose Python was another
+        self._varied = 0  # consecutive traces, of any keys, whose Python state varied
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
-        self._told: set[str] = set()  # the causes that were warned of
+        self._reads = False  # True if the step can't be traced as a whole, because its Python reads a value
+        self._compared: set[Hashable] = set()  # the keys of graphs that an audit in this `fit` has compared in full
+        self._warned: set[str] = set()  # the causes of past warnings
 
     def replays(self, key: Hashable) -> bool:
-        graph = self._graphs.get(self._named(key))
+        graph = self._graphs.get(self._make_graph_key(key))
         if graph is None or not graph.proven:
             return False
         if self._target.state.held:
             return True
         self._hold()  # user code may have let other tensors share memory
-        graph = self._graphs.get(self._named(key))
+        graph = self._graphs.get(self._make_graph_key(key))
         return graph is not None and graph.proven
 
-    def _named(self, key: Hashable) -> Hashable:
-        """The key of a graph: that of its call, and which of the state's tensors share memory when it starts."""
+    def _make_graph_key(self, key: Hashable) -> Hashable:
+        """Return the key of a graph: the key of its call, and the state's tensors that share memory when it starts."""
         aliases = self._target.state.aliases
         return (key, aliases) if aliases else key
 
     def audit_due(self, key: Hashable, remaining: int | None) -> bool:
-        if not self.replays(key):
-            return False
-        named = self._named(key)
-        return self.audits.due(named, remaining) or self._graphs[named].superseded
+        named = self._make_graph_key(key)
+        return self.audits.is_due(named, remaining) or self._graphs[named].superseded
 
     @property
     def captures(self) -> bool:
         return not self.traced_because
+
+    @property
+    def runs_eagerly(self) -> bool:
+        return self._reads and not driver().is_lazy
 
     def note_users_code(self, seldom: bool) -> None:
         self.audits.note_users_code(seldom)
@@ -130,13 +136,15 @@ class CapturedProgram(Program):
     def try_again(self) -> None:
         if self.jit_compile is not False:
             self.traced_because = ""
+        self._reads = False
+        self._compared.clear()
 
     def begin_pass(self, strict: Strict, new: Strict) -> None:
         self._strict = strict
         self._new = new
         self.audits.begin_pass()
-        if self._variables != variables():  # the graphs were lowered with others
-            self._variables = variables()
+        if self._variables != driver().variables():  # the graphs were lowered with other values
+            self._variables = driver().variables()
             self.forget()
 
     def __call__(
@@ -147,13 +155,13 @@ class CapturedProgram(Program):
         body: Body,
         pause: Pause = nullcontext,
     ) -> Any:
-        checking = nullcontext() if key in self.traced_keys else checking_shapes()
-        with pause(), timed("trace"), lowering(self._matmul_precision), checking:
+        checking = nullcontext() if key in self.traced_keys else driver().checking_shapes()
+        with pause(), timed("trace"), driver().lowering(self._matmul_precision), checking:
             self._target.state.write_back()
             self.traced_keys.add(key)
             if self.traced_because:
                 return self._trace(inputs, seeds, body)
-            with capturing():
+            with tracing_with(began=perf_counter()):
                 return self._capture(key, inputs, seeds, body)
 
     def audit(
@@ -165,46 +173,51 @@ class CapturedProgram(Program):
         pause: Pause = nullcontext,
         sample: Body | None = None,
     ) -> None:
-        key = self._named(key)
+        key = self._make_graph_key(key)
         graph = self._graphs[key]
         reference = graph
         if sample is not None and graph.sample is not None:
             reference = graph.sample
             body = sample
-        if graph.escaped:  # what it leaves elsewhere must be computed
+        if graph.escaped:  # tensors that it stores elsewhere must be computed
             graph.proven = False
-            self._doubtful[key] = self.audits.doubtful(key)
+            self._doubtful[key] = self.audits.count_doubtful_steps(key)
             return
-        with pause(), timed("audit"), lowering(self._matmul_precision):
+        with pause(), timed("audit"), driver().lowering(self._matmul_precision):
             self._hold()
-            wait("audit")  # memory that is still to be can't be told apart
-            began = perf_counter()  # from here on the device has nothing to do
+            wait("audit")  # pending tensors have no memory to identify
+            began = perf_counter()  # from here on the device is idle
             watch: Glance | Watch = Glance()
-            difference = self._compare(reference, inputs, seeds, body, watch)
-            if difference != "" or watch.may_have_drawn:  # by the step, or by another thread: a watch can tell
+            # Compared in full once in a `fit`. The outline ignores which of several inputs of one shape an operation
+            # takes, if the order of inputs is the same. The full comparison takes as long as a trace.
+            thorough = key not in self._compared
+            difference = self._compare(reference, inputs, seeds, body, watch, thorough)
+            if difference != "" or watch.may_have_drawn:  # a watch can tell the step from other threads
                 watch = self._watch()
-                difference = self._compare(reference, inputs, seeds, body, watch)
+                difference = self._compare(reference, inputs, seeds, body, watch, thorough)
         if difference is None and not watch.reads_itself:
-            self.audits.disturbed(key)
+            self.audits.note_disturbed_audit(key)
             return
         agreed = difference == "" and not watch.may_have_drawn
+        if agreed:
+            self._compared.add(key)
         if not agreed:
             graph.proven = False
-            self._doubtful[key] = self.audits.doubtful(key)
-        self.audits.ended(key, perf_counter() - began, agreed)
+            self._doubtful[key] = self.audits.count_doubtful_steps(key)
+        self.audits.note_audit(key, perf_counter() - began, agreed)
 
     def _compare(
-        self, graph: Graph, inputs: list[Tensor], seeds: list[int], body: Body, watch: Glance | Watch
+        self, graph: Graph, inputs: list[Tensor], seeds: list[int], body: Body, watch: Glance | Watch, thorough: bool
     ) -> str | None:
-        """Trace a step, run nothing, and say how its graph differs; None if a value was read meanwhile."""
+        """Trace a step without running it, and describe how its graph differs; None if a value was read."""
         try:
             with self._unrun(inputs, seeds, watch) as capture:
                 try:
                     obstacle = capture.trace(body)
-                except Exception as error:  # a fault of the step's is one of its capture, which follows, too
+                except Exception as error:  # the capture that follows raises the step's error again
                     obstacle = f"its trace failed: {error}"
-                difference = obstacle or capture.difference(graph)
-        except RuntimeError:  # torch_xla stumbles over a tensor of the trace while another thread reads it
+                difference = obstacle or capture.find_difference(graph, thorough)
+        except RuntimeError:  # the runtime fails if another thread reads a tensor of the trace
             if not watch.reads():
                 raise
             return None
@@ -212,22 +225,23 @@ class CapturedProgram(Program):
 
     @contextmanager
     def _unrun(self, inputs: list[Tensor], seeds: list[int], watch: Glance | Watch) -> Iterator[Capture]:
-        """A context for a trace that isn't run: at its end all is as it was."""
+        """A context for a trace that isn't run; all changes are undone at its end."""
         target = self._target
+        capture = None
         try:
-            with noting_new() as new, target.state.lent() as stored:
+            with driver().tracing(), target.state.lending() as stored:
                 capture = Capture(target, stored, inputs, seeds, watch, self._python_state)
                 yield capture
                 capture.compute_escaped()
         finally:
-            # Whoever has taken more of the trace, as another thread, can't have its value, as nothing computes it.
-            drop(pending_elsewhere(target.state.tensors, new))
+            # Other references to the trace's tensors, e.g. in another thread, get no values: nothing computes them.
+            drop(find_pending_elsewhere(target.state.tensors, [] if capture is None else capture.new))
             target.sums.roll_back()
 
     def lacks_sample(self, key: Hashable) -> bool:
         if not self.replays(key):
             return False
-        graph = self._graphs[self._named(key)]
+        graph = self._graphs[self._make_graph_key(key)]
         return graph.sample is None and not graph.escaped
 
     def trace_sample(
@@ -238,12 +252,12 @@ class CapturedProgram(Program):
         sample: Body,
         pause: Pause = nullcontext,
     ) -> None:
-        with pause(), timed("audit"), lowering(self._matmul_precision):
+        with pause(), timed("audit"), driver().lowering(self._matmul_precision):
             self._hold()
             wait("audit")
             with self._unrun(inputs, seeds, Glance()) as capture:
                 obstacle = capture.trace(sample)
-                self._graphs[self._named(key)].sample = None if obstacle else capture.unrun()
+                self._graphs[self._make_graph_key(key)].sample = None if obstacle else capture.unrun()
 
     def _hold(self) -> None:
         """Take the state's values out of the user's tensors."""
@@ -253,71 +267,93 @@ class CapturedProgram(Program):
             state.hold()
 
     def replay(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
-        key = self._named(key)
+        key = self._make_graph_key(key)
         graph = self._graphs[key]
         target = self._target
         self.operations = graph.operations
-        self.audits.replayed(key, len(seeds))
+        self.audits.note_replay(key, len(seeds))
         state = target.state
         sums = target.sums
-        drawn = seed_tensors(target.placement.device_name, seeds, graph.places) if graph.places else []
+        drawn = driver().seed_tensors(target.placement, seeds, graph.places) if graph.places else []
         pool = [*state.values, *sums.tensors, *inputs, *drawn, *graph.constants]
-        outputs = graph.run(state, sums, list(graph.pick(pool)), target.placement.starter)
-        return graph.returned(outputs, inputs)
+        outputs = graph.run(state, sums, list(graph.pick(pool)), target.placement)
+        return graph.rebuild_result(outputs, inputs)
 
     def _trace(self, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
         """Trace the step, and run it without keeping its graph."""
         target = self._target
+        if not driver().is_lazy and not self._reads:
+            return self._run_traced(inputs, seeds, body)
         target.sums.begin()
         if self._strict:
             self._finish()
             with undoing(target.state):
                 outputs = target.trace(body, inputs, target.trace_seeds(seeds), self._watch())
         else:
-            # To watch takes time, and nobody wants to know.
+            # Without a watch, which takes time and isn't needed.
             outputs = target.trace(body, inputs, target.trace_seeds(seeds), nullcontext())
         return target.launch(outputs, self.traced_because)
 
-    def _capture(self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
-        """Trace the step and compile its graph, or show that it is the one there is; then run that graph."""
+    def _run_traced(self, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
+        """Trace the step on a runtime that isn't lazy, so that its numbers equal a replay's."""
         target = self._target
         self._finish()
+        with driver().tracing():
+            with undoing(target.state):
+                stored = target.state.begin_trace()
+                capture = Capture(target, stored, inputs, seeds, self._watch(), dict)
+                del stored
+                obstacle = capture.trace(body)
+                self._reads = bool(obstacle)
+                if obstacle and target.placement.has_mesh:
+                    raise ReplayError(_explain_several_graphs(target.role, obstacle))
+            return capture.launch(self.traced_because)
+
+    def _capture(self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
+        """Trace the step, compile its graph unless it equals the earlier graph, and run it."""
+        self._finish()
+        with driver().tracing():
+            return self._capture_traced(key, inputs, seeds, body)
+
+    def _capture_traced(self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
+        target = self._target
         graph = None
         began = perf_counter()
         with undoing(target.state):
-            stored = target.state.begin_trace()  # before the watch, which would see it as work of the step
-            key = self._named(key)
+            stored = target.state.begin_trace()  # before the watch, which would count it as work of the step
+            key = self._make_graph_key(key)
             earlier = self._graphs.get(key)
             watch = self._watch()
             capture = Capture(target, stored, inputs, seeds, watch, self._python_state)
-            del stored  # the body may replace some of them
+            del stored  # the body may replace some of these tensors
             obstacle = capture.trace(body)
             self.products = watch.products
             if obstacle:
+                self._reads = True
                 self._give_up(obstacle)
             else:
                 graph = self._prove(key, capture)
-        self.audits.captured(key, perf_counter() - began if graph is not None and graph is earlier else None)
-        if obstacle:  # outside of `undoing`: what fails now has consumed the state
-            return target.launch(capture.outputs, obstacle)
+        self.audits.note_capture(key, perf_counter() - began if graph is not None and graph is earlier else None)
+        if obstacle:  # outside of `undoing`, because a failure now has consumed the state
+            return capture.launch(obstacle)
         return capture.outputs if graph is None else capture.settle(graph)
 
     def _prove(self, key: Hashable, capture: Capture) -> Graph | None:
-        """Compare a trace with the one before it, compile its graph if it is new, and run it."""
+        """Compare a trace with the previous trace, compile its graph if it is new, and run it."""
         target = self._target
         earlier = self._graphs.get(key)
         doubtful = self._doubtful.pop(key, None)
         graph = capture.graph()
-        if graph is None:  # the step gives back what it was given
+        if graph is None:  # the step returns its inputs unchanged
             return None
-        # A graph is replayed once two traces in a row agree: in the graph, and in what the Python leaves behind.
-        unproven = _ONCE if earlier is None else earlier.difference(graph)
-        variation = capture.variation()
+        # A graph is replayed once two consecutive traces agree in the graph and in the Python state afterwards.
+        unproven = _ONCE if earlier is None else earlier.find_difference(graph)
+        variation = capture.explain_variation()
         difference = variation or unproven
         if earlier is not None and doubtful is not None and difference:
             self._note_change(earlier, graph, difference, doubtful)
         self._varied = self._varied + 1 if variation else 0
-        # After an audit the user's change, and not the step itself, may have made the difference: count anew.
+        # After an audit the difference may come from the user's change instead of the step, so the count restarts.
         graph.differed = 0 if earlier is None or doubtful is not None else earlier.differed + 1
         if difference and max(self._varied, graph.differed) >= _ATTEMPTS:
             self._give_up(difference)
@@ -336,7 +372,7 @@ class CapturedProgram(Program):
         return graph
 
     def _note_change(self, earlier: Graph, later: Graph, difference: str, doubtful: int) -> None:
-        """Note that an audit has found another graph than the one that is replayed, and steps in doubt."""
+        """Note that an audit has found a different graph, and the number of doubtful steps."""
         before = earlier.facts
         now = later.facts
         known = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -354,25 +390,35 @@ class CapturedProgram(Program):
         return change
 
     def _finish(self) -> None:
-        """Wait until all is computed: memory that is still to be can't be told apart, nor gone back to."""
+        """Wait until everything is computed, because pending tensors have no memory to identify or restore."""
         target = self._target
-        target.placement.launch("transfer")  # work that the user has left pending is none of the step's
+        target.placement.launch("transfer")  # the user's pending work doesn't belong to the step
         wait("capture")
         target.state.unalias(target.placement)
+        target.state.find_followers(target.placement)
 
     def _watch(self) -> Watch:
-        # A random number in the first traces is no fault: a layer may begin with one.
+        # A random number in the first traces is harmless, e.g. for a layer's initial values.
         refuses_draws = self._varied + 1 >= _ATTEMPTS or bool(self.traced_because)
         return Watch(self._strict, f"the {self._target.role} step", refuses_draws)
 
     def _give_up(self, cause: str) -> None:
         role = self._target.role
         self._strict.refuse(f"the {role} step can't be replayed: {cause}. {cure_for(cause)}")
+        if self.runs_eagerly and self._target.placement.has_mesh:
+            raise ReplayError(_explain_several_graphs(role, cause))
         if self.jit_compile is True:
             raise ReplayError(f"jit_compile=True, but the {role} step can't be replayed: {cause}")
         self.traced_because = cause
         self.forget()
-        if cause not in self._told:
-            self._told.add(cause)
-            slow = f"the {role} step is traced anew on every call, which is slow, because {cause}"
-            warn(f"{slow}. {cure_for(cause)}", again=True)  # of another model too
+        if cause not in self._warned:
+            self._warned.add(cause)
+            warn(explain_slowness(role, cause, self.runs_eagerly), again=True)  # another model may have warned already
+
+
+def _explain_several_graphs(role: str, cause: str) -> str:
+    """Return an error message for a step that isn't a single graph, as several cores require."""
+    return (
+        f"the {role} step can't run on several cores of {driver().name}, which needs all of it as one graph: {cause}. "
+        f"{cure_for(cause)}. Or compute on one core, with cores=1, or without graphs, with run_eagerly=True"
+    )

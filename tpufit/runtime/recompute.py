@@ -1,6 +1,6 @@
-"""`recomputing`: blocks of a module keep only some of their activations, and compute the rest again when needed.
+"""`recomputing`: blocks of a module keep only some activations, and rematerialize the rest in the backward pass.
 
-So do the functions that the user's own code gives to `torch.utils.checkpoint`.
+So do functions that the user's code passes to `torch.utils.checkpoint`.
 """
 
 from __future__ import annotations
@@ -17,48 +17,45 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..utils.replaced import replaced
 from ..utils.users_code import warn
-from . import unsharding
-from .lazy import behind_barrier
-from .ops.attention import attending_in
-from .ops.masks import seeing_again
+from .driver import driver
+from .lazy import put_behind_barrier
 from .ops.residuals import Residuals
+from .trace_context import trace_context, tracing_with
 from .trace_seeds import TraceSeeds
 
-# PyTorch's function, without the wrapper that callers have. The wrapper calls what it finds in this attribute, so that
-# a reference to it that was taken long ago, as transformers' and timm's layers do, can be given another function.
+# PyTorch's function without its wrapper, which callers have. The wrapper calls the function in this attribute, so that
+# even old references to the wrapper, as in transformers' and timm's layers, can be redirected.
 _checkpoint: Any = inspect.unwrap(checkpoints.checkpoint)
 _CALLED = "__dynamo_disable"
 
 
 @contextmanager
 def recomputing(blocks: Mapping[nn.Module, str], seeds: object) -> Iterator[None]:
-    """A context of a trace in which each call of a block is computed again when its gradients are needed.
+    """A context for a trace in which each call of a block is computed again when its gradients are needed.
 
-    Results and gradients are those of the block as it is: the second time it draws the same random numbers, sees its
-    buffers as they were before the first, and leaves them alone. Its Python runs twice, unless only its attention is
-    computed again.
+    Results and gradients don't change: the second time a block draws the same random numbers, and reads its buffers as
+    they were before the first time, without changing them. Its Python runs twice, unless only its attention is computed
+    again.
 
-    Functions that are called by `torch.utils.checkpoint` are computed again likewise. They do to buffers what they do
-    in PyTorch: a batch norm counts each batch twice.
+    Functions called by `torch.utils.checkpoint` are computed again likewise. They change buffers as in PyTorch: a batch
+    norm counts each batch twice.
 
     Args:
-        blocks: Modules, none of them inside of another, each with the policy on what is kept; see `REMAT_POLICIES`.
-        seeds: The random numbers of the trace, `seed` of its body; on the host it is a function: nothing to do. None
-            outside of traces: functions are called once, as no device could compute them again.
+        blocks: Modules that don't contain each other, each with its policy; see `step/remat.py`.
+        seeds: The random numbers of the trace, `seed` of its body. On the host it is a function, and nothing is
+            changed. None outside of traces: functions are called once.
 
     Source: `torch.utils.checkpoint`, and the policies of `jax.checkpoint`.
     """
     if seeds is None:
-        with _checkpointing(_called_once):
+        with _checkpointing(_call_once):
             yield
         return
     if not isinstance(seeds, TraceSeeds):
         yield
         return
-    import torch_xla
-
     with ExitStack() as stack:
-        known = replaced(torch, xla=torch_xla)  # `checkpoint` looks for a module by the device's name
+        known = driver().device_module()  # `checkpoint` looks up a module named like the device
         if blocks:
             stack.enter_context(known)
         for block, policy in blocks.items():
@@ -68,10 +65,10 @@ def recomputing(blocks: Mapping[nn.Module, str], seeds: object) -> Iterator[None
 
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal prepared
-            if not prepared:  # only where it is needed: PyTorch may look for this name elsewhere too
+            if not prepared:  # only when needed, because PyTorch looks up this name in other places too
                 stack.enter_context(known)
                 prepared = True
-            return _users_region(seeds, function, *args, **kwargs)
+            return _run_users_region(seeds, function, *args, **kwargs)
 
         stack.enter_context(_checkpointing(checkpointed))
         yield
@@ -82,7 +79,7 @@ def _checkpointing(call: Callable[..., Any]) -> AbstractContextManager[None]:
     return replaced(_checkpoint, **{_CALLED: call})
 
 
-def _called_once(
+def _call_once(
     function: Callable[..., Any],
     *args: Any,
     use_reentrant: bool | None = None,
@@ -93,11 +90,11 @@ def _called_once(
     preserve_rng_state: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Call a function given to `checkpoint` as if it were called directly."""
+    """Call a function passed to `checkpoint` directly."""
     return function(*args, **kwargs)
 
 
-def _users_region(
+def _run_users_region(
     seeds: TraceSeeds,
     function: Callable[..., Any],
     *args: Any,
@@ -109,7 +106,7 @@ def _users_region(
     preserve_rng_state: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Call a function given to `checkpoint` as a region. It always draws the same numbers again."""
+    """Call a function passed to `checkpoint` as a region, which always draws the same random numbers again."""
     reentrant = use_reentrant in (True, None)  # PyTorch's default, with a warning
     if reentrant and kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
@@ -129,15 +126,15 @@ def _users_region(
 
 
 def _in_regions(block: nn.Module, seeds: TraceSeeds, policy: str) -> Callable[..., Any]:
-    """Return another `forward` for a block, each call of which is a region."""
-    itself = _AsItIs(block)
+    """Return a `forward` for a block that makes each call a region."""
+    itself = _WithOriginalForward(block)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return itself(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         weights: dict[str, Tensor] = dict(itself.named_parameters())
-        # Copies: what the call writes into a buffer isn't what its repetition begins with.
+        # Copies, because the repetition must begin with the buffers from before the call.
         weights |= {name: buffer.clone() for name, buffer in itself.named_buffers()}
 
         def compute(leaves: Sequence[Any], weights: dict[str, Tensor] | None = None) -> Any:
@@ -152,27 +149,27 @@ def _in_regions(block: nn.Module, seeds: TraceSeeds, policy: str) -> Callable[..
 
 
 def _with_attention_in_regions(block: nn.Module, seeds: TraceSeeds, policy: str) -> Callable[..., Any]:
-    """Return another `forward` for a block, each attention of which is a region that keeps its result."""
+    """Return a `forward` for a block that makes each attention a region that keeps its result."""
     own = block.forward
 
     def in_region(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attended(*args: Any) -> Tensor:
+        def attend_in_region(*args: Any) -> Tensor:
             if not torch.is_grad_enabled():
                 return attend(*args)
             y: Tensor = _Region(lambda leaves, weights=None: attend(*leaves), {}, seeds, keeps=True).call(args)
             return y
 
-        return attended
+        return attend_in_region
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with attending_in(in_region):
+        with tracing_with(attention_region=in_region):
             return own(*args, **kwargs)
 
     return forward
 
 
-class _AsItIs(nn.Module):
-    """A block with its own `forward`, for `functional_call`."""
+class _WithOriginalForward(nn.Module):
+    """A block with its original `forward`, for `functional_call`."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -186,9 +183,12 @@ class _AsItIs(nn.Module):
 class _Region:
     """One computation, and its repetitions in the backward pass.
 
-    It is computed of tensors and other arguments, and of other weights than its own, if it is given some. If it
-    `keeps`, its repetitions are given the products, and what attention has come to. `context_fn` is that of
-    `checkpoint`, by which a user chooses what to keep.
+    Args:
+        compute: Computes the region from tensors and other arguments, and from given weights instead of its own.
+        weights: The weights, by name.
+        seeds: The random numbers of the trace.
+        keeps: True if repetitions reuse the products and the outputs of attention (default False).
+        context_fn: The argument of `checkpoint` by which a user chooses what to keep.
     """
 
     def __init__(
@@ -206,44 +206,44 @@ class _Region:
         self._residuals = Residuals() if keeps else None
         self._begun = seeds.position()
         self._called = self._drew = False
-        self._unsharding = unsharding.current()
-        self.gradients: list[Tensor] = []  # of its outputs, once the backward pass has come to them
+        self._unsharding = trace_context().unsharding
+        self.gradients: list[Tensor] = []  # of its outputs, once the backward pass has reached them
 
     def call(self, leaves: Sequence[Any]) -> Any:
         """Compute it for the first time."""
-        # The random numbers are the region's own matter: PyTorch knows no generator of this device.
+        # The region handles random numbers itself, because PyTorch doesn't know this device's generator.
         options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._context_fn}
         outputs = _checkpoint(self._run, *leaves, **options)
         return tree_map_only(Tensor, self._leave, outputs)
 
     def _run(self, *leaves: Any) -> Any:
-        with _checkpointing(_called_once):  # a region inside this one would gain little
-            return self._again(leaves) if self._called else self._first(leaves)
+        with _checkpointing(_call_once):  # a region inside this one would gain little
+            return self.compute_again(leaves) if self._called else self._first(leaves)
 
     def _first(self, leaves: Sequence[Any]) -> Any:
         self._called = True
         whole = self._unsharding
         residuals = self._residuals
         in_block = nullcontext() if whole is None else whole.in_block()
-        with in_block, nullcontext() if residuals is None else residuals.keeping():
+        with in_block, nullcontext() if residuals is None else residuals.keep():
             outputs = self._compute(leaves)
-        self._drew = self._seeds.drew_since(self._begun)
+        self._drew = self._seeds.has_drawn_since(self._begun)
         return outputs
 
     def _leave(self, output: Tensor) -> Tensor:
-        """Return an output of the call, whose gradient is noted on its way back."""
+        """Return an output of the call whose gradient is noted in the backward pass."""
         if not output.requires_grad:
             return output
         left: Tensor = _Leave.apply(output, self)  # type: ignore[no-untyped-call]
         return left
 
-    def _again(self, leaves: Sequence[Any]) -> Any:
-        # Behind a barrier, or the compiler would find that it has all of this already, and keep it. The gradients are
-        # behind it too, or this could be computed long before it is needed.
+    def compute_again(self, leaves: Sequence[Any]) -> Any:
+        # Behind a barrier, because the compiler would otherwise reuse and keep the first results. The gradients are
+        # behind it too, because the region could otherwise be computed long before it is needed.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(self._weights.values())
         kept = [] if self._residuals is None else self._residuals.tensors
         seed = [self._begun.base] if self._drew else []
-        apart = behind_barrier([*tensors, *kept, *self.gradients, *seed])
+        apart = put_behind_barrier([*tensors, *kept, *self.gradients, *seed])
         inputs = iter([copy.requires_grad_(t.requires_grad) for copy, t in zip(apart, tensors, strict=False)])
         leaves = tuple(next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         weights = {name: next(inputs) for name in self._weights}
@@ -252,15 +252,17 @@ class _Region:
                 behind = apart[0] if apart and not weights else None
                 stack.enter_context(self._unsharding.computing_again(self._weights, weights, behind))
             if self._residuals is not None:
-                stack.enter_context(self._residuals.giving(apart[len(tensors) : len(tensors) + len(kept)]))
-            stack.enter_context(seeing_again(zip(apart, tensors, strict=False)))
+                stack.enter_context(self._residuals.reuse(apart[len(tensors) : len(tensors) + len(kept)]))
+            masks = trace_context().masks
+            if masks is not None:
+                stack.enter_context(masks.watch_again(zip(apart, tensors, strict=False)))
             if self._drew:
                 stack.enter_context(self._seeds.repeating(self._begun, apart[-1]))
             return self._compute(leaves, weights)
 
 
 class _Leave(torch.autograd.Function):
-    """The end of a region. The backward pass comes here before it needs anything of the region."""
+    """The end of a region, which the backward pass reaches before it needs the region's activations."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, region: _Region) -> Tensor:

@@ -1,110 +1,91 @@
-"""A host's own rows of a batch: sent to its own cores, and read from them. With one host nobody needs this.
+"""Sending a host's rows of a batch to its cores, and reading them, on a pod of several hosts.
 
-A batch is split into equal blocks of consecutive rows, one a core; the last blocks may be shorter, or empty.
+A batch is split into equal blocks of consecutive rows, one for each core; the last blocks may be shorter or empty.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..backend import Placement, Sharding
-from ..errors import BatchError, PlacementError
+from ..backend import Placement
+from ..errors import BatchError
 from ..utils.counters import waiting
 from . import counters
-from .bindings import xla
-from .lazy import pending
+from .driver import driver, on_device
+from .lazy import find_pending
 from .placement import CorePlacement
 from .transfer import to_device, to_host
 
 
-def send_rows(tensors: Sequence[Tensor], rows: int, placement: Placement) -> list[Tensor]:
-    """Send this host's rows of a global batch, without waiting; all other hosts send theirs at the same time.
+def send_rows(tensors: Sequence[Tensor], rows: int, placement: Placement, axis: int = 0) -> list[Tensor]:
+    """Send this host's rows of a global batch, without waiting; all other hosts send their rows at the same time.
 
-    The rows come core by core; a tensor without dimensions is whole, and equal on all hosts. The placement is the cores
-    of all hosts, and `rows` the number of rows of the global batch.
+    The rows are along the dimension `axis`, core by core; a tensor without this dimension is whole, and equal on all
+    hosts. The placement has the cores of all hosts, and `rows` is the number of rows of the global batch.
 
     Raises:
-        BatchError: A tensor has another number of rows.
+        BatchError: A tensor has a different number of rows.
     """
+    assert isinstance(placement, CorePlacement)  # the host has no parts
     block = -(-rows // placement.count)
     sizes = [min(max(rows - i * block, 0), block) for i in placement.local_shards or ()]
     sent = []
     for tensor in tensors:
-        if not tensor.dim():
+        if tensor.dim() <= axis:
             sent += to_device([tensor], placement)
             continue
-        if len(tensor) != sum(sizes):
+        if tensor.shape[axis] != sum(sizes):
             raise BatchError(
                 f"each tensor of a batch must have one row for each of this host's {sum(sizes)} samples, got shape "
                 f"{tuple(tensor.shape)}. Make other tensors in the module"
             )
-        assert isinstance(placement, CorePlacement)  # the host has no parts
-        layout = placement.layout(Sharding.ROWS, tensor.dim())
-        shards = [_filled_up(part, block) for part in tensor.detach().split(sizes)]
-        sent.append(xla()._global_tensor_from_cpu_shards(shards, layout, [rows, *tensor.shape[1:]]))
+        sent.append(driver().send_parts(tensor.detach().split(sizes, axis), axis, block, rows, placement))
     return sent
 
 
-def _filled_up(part: Tensor, rows: int) -> Tensor:
-    """Add rows of zeros, which the device leaves out: the shards of a tensor are all of one size."""
-    if len(part) == rows:
-        return part.contiguous()
-    whole = torch.zeros((rows, *part.shape[1:]), dtype=part.dtype)
-    whole[: len(part)] = part
-    return whole
-
-
 def gather_rows(nest: Any, placement: Placement) -> Any:
-    """The same values, whole on every core, so that each host can read them; nothing to do with one host.
+    """Return the same values whole on every core, so that each host can read them; with one host, unchanged.
 
-    All hosts call this at the same moment. It doesn't wait.
+    All hosts call this at the same time. It doesn't wait.
     """
     if placement.hosts == 1:
         return nest
     gathered = tree_map(lambda leaf: placement.gather(leaf) if isinstance(leaf, Tensor) else leaf, nest)
     tensors = [leaf for leaf in tree_leaves(gathered) if isinstance(leaf, Tensor)]
     with counters.role("transfer"):
-        xla()._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=False)
+        driver().compute(tensors)
     return gathered
 
 
 def value_of(tensor: Tensor, placement: Placement) -> Tensor | None:
-    """The value of a tensor on the host, if it is computed; None for one that waits, as what a step's trace makes.
+    """Return the value of a computed tensor on the host; None for a pending tensor, as in a step's trace.
 
-    Nothing is compiled or run for it. **This waits**. On a pod, and for cores that aren't there, it is None.
+    Nothing is compiled or run for it. **This waits**. On a pod and for absent cores the result is None.
     """
     if tensor.device.type == "cpu":
         return tensor.detach()
     if not isinstance(placement, CorePlacement) or not placement.runs or placement.hosts > 1:
         return None
     try:
-        if pending([tensor]):
+        if find_pending([tensor]):
             return None
-    except RuntimeError:  # it has no value and waits for none
+    except RuntimeError:  # the tensor has neither a value nor pending work
         return None
     return to_host([tensor], "capture")[0]
 
 
 def fetch_rows(nest: Any, mine: Sequence[int], reason: str) -> Any:
-    """Copy the rows of these numbers, this host's, of a step's outputs to the host. **This waits** for the device."""
-    tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.device.type == "xla"]
+    """Copy this host's rows (the numbers `mine`) of a step's outputs to the host. **This waits** for the device."""
+    tensors = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and on_device(leaf)]
     with waiting(reason), counters.role("transfer"):
-        xla()._xla_sync_multi(tensors, devices=[], wait=True, sync_xla_data=False)
-        return tree_map(lambda leaf: _own(leaf, mine, reason) if isinstance(leaf, Tensor) else leaf, nest)
+        driver().compute(tensors, wait=True)
+        return tree_map(lambda leaf: _read_local(leaf, mine, reason) if isinstance(leaf, Tensor) else leaf, nest)
 
 
-def _own(tensor: Tensor, mine: Sequence[int], reason: str) -> Tensor:
-    if not tensor.dim() or tensor.device.type != "xla" or "devices=" not in xla()._get_xla_sharding_spec(tensor):
+def _read_local(tensor: Tensor, mine: Sequence[int], reason: str) -> Tensor:
+    if not tensor.dim() or not on_device(tensor) or driver().split_axis(tensor) is None:
         (whole,) = to_host([tensor], reason)
         return whole[mine] if whole.dim() else whole
-    shards = xla()._get_local_shards([tensor])[0]
-    places = [index for _, index in xla()._get_local_shard_replica_and_indices([tensor])[0]]
-    if any(index[1:] != places[0][1:] for index in places):
-        raise PlacementError("predict(local=True) needs outputs whose first dimension is that of the rows")
-    # The rest of a shard is padding.
-    return torch.cat(
-        [shard[: index[0].stop - index[0].start] for (shard, _), index in zip(shards, places, strict=True)]
-    )
+    return driver().fetch_parts(tensor)

@@ -1,28 +1,25 @@
-"""`TraceSeeds`: the random numbers of a trace, and the places among them that it returns to."""
+"""`TraceSeeds`: the random numbers of a trace, and positions in them to which it can return."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..utils.replaced import replaced
-from .bindings import xla
-
-# torch_xla gives each drawing operation a seed of its own, the next of this sequence, computed inside the graph.
-_FACTOR = 214013
-_ADDED = 2531011
-_RANGE = 1 << 64
 
 Place = tuple[int, int]
-"""A place among the random numbers of a trace: the number of the step, and that of the draws before."""
+"""A position in the random numbers of a trace: the number of the step, and of the draws before."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What tells the bits of one dropout: the step's seed, on the device, and its number in the step."""
+    """The source of one dropout's bits: the step's seed, on the device, and the number of the dropout in the step."""
 
     seed: Tensor
     number: int
@@ -30,129 +27,111 @@ class Draw:
 
 @dataclass(frozen=True, eq=False)
 class Position:
-    """Where a step has come to among its random numbers.
+    """A step's current position in its random numbers.
 
     Attributes:
-        seed: The seed of the next number that torch_xla draws, signed.
-        base: The seed of the step, or the user's own since, on the device.
+        native: The state of the device's generator, in the driver's form.
+        base: The seed of the step, or the user's later seed, on the device.
         draws: The number of dropouts since then.
     """
 
-    seed: int
+    native: Any
     base: Tensor
     draws: int
 
 
-class TraceSeeds:
-    """The random numbers of a trace. Calling it with `i` begins those of the `i`-th step, which has a seed of its own.
+class TraceSeeds(ABC):
+    """The random numbers of a trace. Call it with `i` to begin the numbers of the `i`-th step, with that step's seed.
 
-    torch_xla gives each of its own draws the next seed. Dropout has the step's, and the number of the dropout.
-
-    Attributes:
-        places: The places that it began at or returned to, by the seed that the device was given for them, signed: the
-            number of the step, and that of the draws before.
+    For the device's own draws the driver keeps a generator. Dropout uses the step's seed and the dropout's number.
     """
 
-    def __init__(self, device: str, seeds: Sequence[int]) -> None:
-        self._device = device
+    def __init__(self, seeds: Sequence[int]) -> None:
         self._seeds = seeds
         self._step = 0
-        self._base = xla()._get_base_seed_as_tensor(device)
-        self._begun: list[int] = []  # the seeds that the step has begun with, its own and the user's
-        self._draws = 0  # of dropout, since the last of them
-        self.places: dict[int, Place] = {}
+        self._base: Tensor | None = None
+        self._draws = 0  # of dropout, since the last seed
 
     def __call__(self, step: int) -> None:
         """Begin the random numbers of a step."""
         self._step = step
-        self._begun = []
-        self._begin(self._seeds[step])
-        self.places.setdefault(self._begun[0], (step, 0))
+        self._begin(self._begin_step(self._seeds[step]))
 
     @contextmanager
     def seeded_by_torch(self) -> Iterator[None]:
-        """A context in which `torch.manual_seed` also seeds the device: as the step says it, so a constant."""
-        own = torch.manual_seed
+        """A context in which `torch.manual_seed` also seeds the device, by a constant of the graph."""
+        original = torch.manual_seed
 
         def manual_seed(seed: Any) -> torch.Generator:
-            generator = own(seed)
-            self._begin(int(seed))
+            generator = original(seed)
+            self._begin(self._begin_users(int(seed)))
             return generator
 
         with replaced(torch, manual_seed=manual_seed), replaced(torch.random, manual_seed=manual_seed):
             yield
 
     def draw(self) -> Draw:
-        """Return what the next dropout is told by."""
-        draw = Draw(self._base, self._draws)
+        """Return the source of the next dropout's bits."""
+        draw = Draw(self._seed(), self._draws)
         self._draws += 1
         return draw
 
     def position(self) -> Position:
-        """Return where the step has come to."""
-        return Position(_signed(xla()._xla_get_rng_seed(self._device)), self._base, self._draws)
+        """Return the current position."""
+        return Position(self._native(), self._seed(), self._draws)
 
-    def drew_since(self, position: Position) -> bool:
-        """True if anything was drawn since."""
+    def has_drawn_since(self, position: Position) -> bool:
+        """True if anything was drawn since a position."""
         now = self.position()
-        return (now.seed, now.draws) != (position.seed, position.draws) or now.base is not position.base
+        return (now.native, now.draws) != (position.native, position.draws) or now.base is not position.base
 
     @contextmanager
     def repeating(self, position: Position, seed: Tensor) -> Iterator[None]:
-        """A context in which the numbers from a position on are drawn again, those of dropout by an equal seed."""
+        """A context in which the numbers from a position on are drawn again, dropout's from `seed`, which is equal."""
         now = self.position()
-        self._return_to(replace(position, base=seed))
+        self._go_to(position.native)
+        self._base = seed
+        self._draws = position.draws
         try:
             yield
         finally:
-            self._return_to(now)
+            self._go_to(now.native)
+            self._base = now.base
+            self._draws = now.draws
 
-    def _return_to(self, position: Position) -> None:
-        seed = position.seed
-        if seed not in self.places:
-            seeds = list(self._begun)
-            count = 0
-            while seed not in seeds:
-                seeds = [_signed(seed * _FACTOR + _ADDED) for seed in seeds]
-                count += 1
-            if seeds[0] == seed:  # a replay computes it from the step's seed
-                self.places[seed] = (self._step, count)
-        self._set(seed)
-        self._base = position.base
-        self._draws = position.draws
-
-    def _begin(self, seed: int) -> None:
-        self._begun.append(_signed(seed))
-        self._set(seed)
-        self._base = xla()._get_base_seed_as_tensor(self._device)
+    def _begin(self, base: Tensor) -> None:
+        self._base = base
         self._draws = 0
 
-    def _set(self, seed: int) -> None:
-        xla()._xla_set_rng_seed(seed % _RANGE, self._device)
+    def _seed(self) -> Tensor:
+        if self._base is None:
+            self._base = self._first_base()
+        return self._base
 
+    @abstractmethod
+    def place_of(self, value: Tensor, handle: Hashable) -> Place | None:
+        """Return the place of the seed that is this input of the graph; None for another input."""
 
-def seed_tensors(device: str, seeds: Sequence[int], places: Sequence[Place]) -> list[Tensor]:
-    """Give the device the seeds of places in other steps, each as a tensor."""
-    tensors = []
-    for step, count in places:
-        xla()._xla_set_rng_seed(later(seeds[step], count), device)
-        tensors.append(xla()._get_base_seed_as_tensor(device))
-    return tensors
+    @abstractmethod
+    def inside(self) -> AbstractContextManager[object]:
+        """A context in which the device draws from these seeds."""
 
+    @abstractmethod
+    def _first_base(self) -> Tensor:
+        """Return the seed of a trace before its first step."""
 
-def later(seed: int, count: int) -> int:
-    """Return the seed that stands in for another after so many draws.
+    @abstractmethod
+    def _begin_step(self, seed: int) -> Tensor:
+        """Seed the device's generator for a step, and return the seed on the device as an input of the graph."""
 
-    Example:
-        >>> later(8, 0), later(8, 1), later(later(8, 1), 1) == later(8, 2)
-        (8, 4243115, True)
-    """
-    if not count:
-        return seed
-    # The sum of a geometric series; the modulus grows by what its division takes away.
-    power = pow(_FACTOR, count, _RANGE * (_FACTOR - 1))
-    return (seed * power + _ADDED * ((power - 1) // (_FACTOR - 1))) % _RANGE
+    @abstractmethod
+    def _begin_users(self, seed: int) -> Tensor:
+        """Seed the device's generator with the user's seed, and return the seed on the device as a constant."""
 
+    @abstractmethod
+    def _native(self) -> Any:
+        """Return the state of the device's generator, which can be compared."""
 
-def _signed(seed: int) -> int:
-    return (seed + _RANGE // 2) % _RANGE - _RANGE // 2
+    @abstractmethod
+    def _go_to(self, native: Any) -> None:
+        """Restore an earlier state of the device's generator."""

@@ -1,11 +1,11 @@
-"""`Watch`: sees, while a step is traced, the things that a replay of its graph would leave out."""
+"""`Watch`: observes, while a step is traced, what a replay of its graph would leave out."""
 
 from __future__ import annotations
 
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from threading import get_ident
 from typing import Any
 
@@ -14,18 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ..utils.counters import note_line
 from ..utils.random import RNGState
 from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import calling_lines
 from . import counters
+from .driver import driver, on_device
+from .ops.dtypes import check_one_dtype
 
 _LOOKS = frozenset(
     getattr(Tensor, name)
     for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__")
 )
-# What optimizers and modules ask for most, and what needs no value.
+# The most frequent functions of optimizers and modules that need no value.
 _FACTS = frozenset(
     [getattr(Tensor, name).__get__ for name in ("_version", "device", "dtype", "grad", "is_sparse", "shape")]
     + [Tensor.dim, Tensor.is_complex]
@@ -34,17 +37,24 @@ _PRODUCTS = frozenset(
     [getattr(F, name) for name in ("linear", "bilinear", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention")]
     + [torch.matmul, torch.mm, torch.bmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm]
 )
+# torch_xla accepts two dtypes in these functions. `runtime.ops` checks other functions.
+_OF_ONE_DTYPE = frozenset(
+    getattr(place, name)
+    for place in (torch, Tensor)
+    for name in ("addmm", "baddbmm", "bmm", "dot", "einsum", "mm", "mv")
+    if hasattr(place, name)
+)
 _TORCH_DRAWS = frozenset(
     [getattr(torch, name) for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")]
     + [getattr(Tensor, name) for name in ("bernoulli", "bernoulli_", "multinomial", "normal_", "random_", "uniform_")]
 )
 _READ = "aten::_local_scalar_dense"
-# The cure by words of the cause: the first that are in it count.
+# Cures by words of the cause; the first that match are used.
 _CURES = {
-    "aten::nonzero": "Instead of picking rows (x[mask], nonzero), keep all and weigh them: torch.where(mask, x, 0)",
-    "aten::_unique2": "Its result has another shape each time: count with a one-hot product instead, or in a callback",
+    "aten::nonzero": "Instead of picking rows (x[mask], nonzero), keep all and weight them: torch.where(mask, x, 0)",
+    "aten::_unique2": "The shape of its result varies: count with a one-hot product instead, or in a callback",
     "aten::equal": "Compare on the device: (a == b).all()",
-    "aten::": "Write it with others, do it in the data set, or in a callback once an epoch",
+    "aten::": "Replace it by other operations, or do it in the data set, or in a callback once an epoch",
     "torch/optim/": (
         "Take another optimizer; or if this one isn't an attribute of the model, let "
         "self.apply_gradients(loss, optimizer) take its step"
@@ -54,10 +64,14 @@ _CURES = {
         "has, unlike self.optimizer.zero_grad(). Or let compile(accumulate_steps=n) sum them"
     ),
     "it reads": "Return it from train_step as a log, choose with torch.where instead of if, or leave it out",
-    "share a part": "Keep a copy of one of them: x.clone()",
+    "no buffer": (
+        "Register it as a buffer, which steps may change and checkpoints have: self.register_buffer(name, tensor) in "
+        "the module, or in another module that the Model keeps"
+    ),
+    "share a part": "Keep a copy of one of the two: x.clone()",
     "draws": "Draw on the device (torch.rand(..., device=x.device)) or in the data set",
     "jit_compile": "Leave jit_compile at 'auto'",
-    "": "Keep counts in a buffer on the device, and what changes out of the step's Python",
+    "": "Keep counts in a buffer on the device, and changing values out of the step's Python",
 }
 _NUMPY_DRAWS = {
     name: function
@@ -67,21 +81,21 @@ _NUMPY_DRAWS = {
 
 
 class Watch(TorchFunctionMode):
-    """Sees where the code being traced reads a value from the device, falls back to the host, or draws a number there.
+    """Notes where the traced code reads a value from the device, falls back to the host, or draws a number there.
 
-    Only this thread counts: another may draw for the data at the same time. It does not see functions of NumPy that
-    were imported by name (`from numpy.random import rand`), nor Python's `random` while a profiler runs.
+    It watches only this thread, because another may draw for the data at the same time. It doesn't see NumPy functions
+    imported by name (`from numpy.random import rand`), nor Python's `random` while a profiler runs.
 
     Args:
         strict: The policy on reads and fallbacks.
         step: The name of the code in errors, e.g. `"the train step"`.
-        refuses_draws: True to refuse random numbers of the host too, which are no fault in the first traces.
+        refuses_draws: True to refuse random numbers of the host too, which are harmless in the first traces.
 
     Attributes:
-        read_at: The line that first read a value, e.g. `train.py:12`, or nothing.
+        read_at: The line that first read a value, e.g. `train.py:12`, or "".
         fell_back: The operations that ran on the host, each with the line that first called it.
-        drew_at: The line that first drew a random number, or nothing.
-        products: The formats in which matrix products were computed.
+        drew_at: The line that first drew a random number, or "".
+        products: The dtypes in which matrix products were computed.
     """
 
     def __init__(self, strict: Strict = LENIENT, step: str = "the step", refuses_draws: bool = False) -> None:
@@ -90,22 +104,22 @@ class Watch(TorchFunctionMode):
         self._step = step
         self._draws_strict = strict if refuses_draws else LENIENT
         self.read_at = self.drew_at = ""
-        self._looked = False  # this very code has read a value
+        self._looked = False  # True if the traced code has read a value
         self.fell_back: dict[str, str] = {}
         self.products: set[torch.dtype] = set()
-        self._begun: tuple[Counter[str], tuple[int | None, ...]] = Counter(), ()
+        self._begun: tuple[Counter[str], Hashable] = Counter(), ()
         self._fallbacks: Counter[str] = Counter()
         self._thread = get_ident()
         self._profiles = False
 
     def __enter__(self) -> Watch:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._begun = counters.fallback_counts(), counters.looked_at()
+        self._begun = counters.fallback_counts(), counters.count_reads()
         self._fallbacks = self._begun[0]
-        self._profiles = sys.getprofile() is None  # else somebody measures
+        self._profiles = sys.getprofile() is None  # else another profiler runs
         if self._profiles:
             sys.setprofile(self._profile)
-        for name, function in _NUMPY_DRAWS.items():  # no profiler sees them: Cython calls no hook
+        for name, function in _NUMPY_DRAWS.items():  # profilers don't see these, because Cython calls no hook
             setattr(np.random, name, self._noting(function))
         return self
 
@@ -118,24 +132,26 @@ class Watch(TorchFunctionMode):
 
     @property
     def reads_itself(self) -> bool:
-        """True if the code has read a value, and not another thread."""
+        """True if the traced code has read a value, not another thread."""
         return bool(self._looked or self.fell_back)
 
     @property
     def may_have_drawn(self) -> bool:
-        """True if it drew a random number on the host."""
+        """True if the traced code drew a random number on the host."""
         return bool(self.drew_at)
 
     def reads(self) -> str:
-        """Say that the code has read a value, and where; nothing if it hasn't."""
+        """Describe where the code has read a value; "" if it hasn't."""
         fallbacks, looked = self._begun
-        if not self.read_at and counters.looked_at() == looked:
+        if not self.read_at and counters.count_reads() == looked:
             return ""
         operations = sorted(counters.fallback_counts() - fallbacks)
         if operations and not self.read_at:
             lines = " and ".join(sorted(set(self.fell_back.values())))
             called = f", called at {lines}" if lines else ""
-            return f"it reads a value from the device: torch_xla runs {' and '.join(operations)} on the host{called}"
+            return (
+                f"it reads a value from the device: {driver().name} runs {' and '.join(operations)} on the host{called}"
+            )
         return f"it reads a value from the device{self.read_at and f' at {self.read_at}'}"
 
     def _profile(self, frame: Any, event: str, called: Any) -> None:
@@ -168,17 +184,17 @@ class Watch(TorchFunctionMode):
         )
 
     def _note_fallbacks(self, before: Counter[str]) -> None:
-        """Note the operations that have run on the host since."""
+        """Note the operations that have run on the host since `before`."""
         operations = sorted(counters.fallback_counts() - before)
         for operation in operations:
             if operation not in (_READ, *self.fell_back):
                 line = self.fell_back[operation] = calling_lines()
                 note_line(operation, line)
                 self._strict.refuse(
-                    f"torch_xla has no {operation} for the device, which {self._step} calls at "
+                    f"{driver().name} has no {operation} for the device, which {self._step} calls at "
                     f"{line}: it would run on the host at every step. {cure_for(operation)}"
                 )
-        if operations in ([], [_READ]):  # alone it is a read, as for printing
+        if operations in ([], [_READ]):  # without other operations it is a read, e.g. for printing
             self._note_look()
 
     def __torch_function__(
@@ -186,14 +202,17 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         if func in _FACTS:
             return func(*args)
-        looks = func in _LOOKS and args[0].device.type == "xla"
+        looks = func in _LOOKS and on_device(args[0])
         if looks:
             self._looked = True
             self._note_look()
         fallbacks = self._fallbacks
-        looked = counters.looked_at()
+        looked = counters.count_reads()
+        if func in _OF_ONE_DTYPE and not torch.is_autocast_enabled(driver().device_type):
+            operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            check_one_dtype(func.__name__, *filter(on_device, operands))
         result = func(*args, **(kwargs or {}))
-        if counters.looked_at() != looked:
+        if counters.count_reads() != looked:
             self._fallbacks = counters.fallback_counts()
             if not looks:
                 self._note_fallbacks(fallbacks)
@@ -205,10 +224,10 @@ class Watch(TorchFunctionMode):
 
 
 class Glance:
-    """Sees, in a microsecond an operation less than `Watch`, that there is something to be watched.
+    """A `Watch` without details, which takes a microsecond less for each operation.
 
-    It can't tell the line of a draw, only that the code `may_have_drawn`, or the data's thread; nor a
-    value that the code reads from one that another thread reads.
+    It can't tell the line of a draw, nor the code from other threads: that the code or the data's thread
+    `may_have_drawn`, or that some thread has read a value.
     """
 
     drew_at = ""
@@ -217,24 +236,36 @@ class Glance:
 
     def __enter__(self) -> Glance:
         self._random = RNGState.now()
-        self._looked = counters.looked_at()
+        self._looked = counters.count_reads()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.may_have_drawn = not self._random.is_now()
 
     def reads(self) -> str:
-        """Say that the code has read a value; nothing if it hasn't."""
-        return "it reads a value from the device" if counters.looked_at() != self._looked else ""
+        """Say that a value has been read; "" if none has."""
+        return "it reads a value from the device" if counters.count_reads() != self._looked else ""
+
+
+def explain_slowness(role: str, cause: str, eagerly: bool) -> str:
+    """Return a sentence about a step that is traced on every call or runs eagerly, with its cure.
+
+    Example:
+        >>> print(explain_slowness("train", "its Python draws random numbers at net.py:8", eagerly=False))
+        the train step is traced anew on every call, which is slow, because its Python draws random numbers at \
+net.py:8. Draw on the device (torch.rand(..., device=x.device)) or in the data set
+    """
+    how = "runs operation by operation" if eagerly else "is traced anew on every call"
+    return f"the {role} step {how}, which is slow, because {cause}. {cure_for(cause)}"
 
 
 def cure_for(cause: str) -> str:
-    """The cure for what keeps a step from being replayed, in a sentence.
+    """Return the cure for what prevents a step from being replayed, as a sentence.
 
-    The cause is in words, or the name of an operation that runs on the host.
+    The cause is a sentence, or the name of an operation that runs on the host.
 
     Example:
         >>> cure_for("aten::nonzero")
-        'Instead of picking rows (x[mask], nonzero), keep all and weigh them: torch.where(mask, x, 0)'
+        'Instead of picking rows (x[mask], nonzero), keep all and weight them: torch.where(mask, x, 0)'
     """
     return next(cure for words, cure in _CURES.items() if words in cause)

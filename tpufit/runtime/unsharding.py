@@ -1,16 +1,16 @@
-"""`Unsharding`: weights that are split over the cores are put together where a step uses them, and only there.
+"""`Unsharding`: gathers weights that are split over the cores where a step uses them, and only there.
 
-Left alone, the partitioner may gather activations to compute with a core's own part of a weight. Here each function
-that takes a split weight and something else is given the whole weight, and its gradient is split again as soon as it is
-there: the partitioner then adds up only the part that a core keeps. A product keeps no whole weight for its backward
-pass, which gathers it once more.
+By itself XLA's partitioner may gather activations instead, to compute with each core's part of a weight. Here each
+function that takes a split weight and another tensor gets the whole weight, and its gradient is split again at once, so
+that the partitioner sums only the part that a core keeps. A product keeps no whole weight for its backward pass, which
+gathers it again.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,21 +22,21 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Placement, Sharding
-from .lazy import behind_barrier
+from .lazy import put_behind_barrier
 
-# Functions by name. Products, which autocast computes in its own format.
+# Names of functions. Products, which autocast computes in its dtype.
 _PRODUCTS = re.compile(
     r"linear|bilinear|(__r?)?matmul(__)?|mm|bmm|mv|addmm|baddbmm|addmv|einsum|tensordot|conv(_transpose)?[123]d"
 )
-# Those that need no result of theirs for their gradient, and draw no random numbers, as products: to trace one a second
-# time costs the device no more than the weight.
+# Functions such as products that need no result for their gradient and draw no random numbers: tracing them again only
+# costs the device the gathering of the weight.
 _GATHERED_AGAIN = re.compile(rf"{_PRODUCTS.pattern}|embedding|embedding_bag|index_select|(__r?)?mul(__)?")
-# What gives a weight, or a part of one, in another form.
+# Functions that return a view of a weight or of its part.
 _VIEWS = re.compile(
     r"t|transpose|swapaxes|permute|movedim|adjoint|view|view_as|reshape|flatten|unflatten|squeeze|unsqueeze|expand"
     r"|__getitem__|narrow|select|chunk|split|tensor_split|unbind|contiguous|to|float|bfloat16|type_as"
 )
-# What computes nothing with a weight, though it is given one.
+# Functions that take a weight but compute nothing with it.
 _ASIDE = frozenset(("backward", "grad", "_make_subclass"))
 _VIEWING = frozenset((Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
 
@@ -46,7 +46,7 @@ class _WeightView:
     """A split weight, or a view of one."""
 
     weight: Tensor
-    make: Callable[[Tensor], Tensor]  # of the whole weight, the view
+    make: Callable[[Tensor], Tensor]  # makes the view from the whole weight
 
 
 @dataclass(frozen=True)
@@ -54,37 +54,37 @@ class _Call:
     """A call of a function that takes split weights."""
 
     func: Callable[..., Any]
-    leaves: Sequence[Any]  # its arguments; of its tensors nothing
+    leaves: Sequence[Any]  # its arguments, with None in place of tensors
     spec: TreeSpec  # the nest of its arguments
     indices: Sequence[int]  # of its tensors among the leaves
-    views: Mapping[int, _WeightView]  # of split weights that it takes, by the tensor's index
-    shardings: Mapping[int, Sharding]  # of the weights, likewise
+    views: Mapping[int, _WeightView]  # of its split weights, by the tensor's index
+    shardings: Mapping[int, Sharding]  # of its split weights, by the tensor's index
     placement: Placement
-    dtype: torch.dtype | None  # that autocast computes it in
+    dtype: torch.dtype | None  # in which autocast computes it
 
     def __call__(self, tensors: Sequence[Tensor], after: Tensor | None = None) -> Any:
-        """Call the function with its tensors, the split weights themselves among them.
+        """Call the function with its tensors, including the split weights.
 
-        Weights are gathered after `after`, or as early as the compiler likes.
+        Weights are gathered after the tensor `after`, or else whenever the compiler chooses.
         """
         leaves = list(self.leaves)
         for index, tensor in zip(self.indices, tensors, strict=True):
             view = self.views.get(index)
-            leaves[index] = tensor if view is None else view.make(self._whole(tensor, self.shardings[index], after))
+            leaves[index] = tensor if view is None else view.make(self._unshard(tensor, self.shardings[index], after))
         args, kwargs = tree_unflatten(leaves, self.spec)
         return self.func(*args, **kwargs)
 
-    def _whole(self, weight: Tensor, sharding: Sharding, after: Tensor | None) -> Tensor:
+    def _unshard(self, weight: Tensor, sharding: Sharding, after: Tensor | None) -> Tensor:
         if after is not None:
             weight = _After.apply(self.placement, sharding, weight, after)  # type: ignore[no-untyped-call]
         if self.dtype is not None and weight.dtype is torch.float32:
-            weight = weight.to(self.dtype)  # here, as it halves what travels
+            weight = weight.to(self.dtype)  # before the transfer, which it halves
         whole: Tensor = _Whole.apply(self.placement, sharding, weight)  # type: ignore[no-untyped-call]
         return whole
 
 
 class _Whole(torch.autograd.Function):
-    """A split weight, whole on every core. Its gradient is split like it."""
+    """Gathers a split weight on every core. Its gradient is split like the weight."""
 
     @staticmethod
     def forward(ctx: Any, placement: Placement, sharding: Sharding, weight: Tensor) -> Tensor:
@@ -94,16 +94,16 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, ctx.placement.laid_out(gradient, ctx.sharding)
+        return None, None, ctx.placement.lay_out(gradient, ctx.sharding)
 
 
 class _After(torch.autograd.Function):
-    """The same weight, for the compiler another one, which isn't there before something else is."""
+    """Returns the same weight as a tensor that the compiler can't compute before another tensor."""
 
     @staticmethod
     def forward(ctx: Any, placement: Placement, sharding: Sharding, weight: Tensor, other: Tensor) -> Tensor:
-        behind, _ = behind_barrier([weight, other])
-        return placement.laid_out(behind, sharding)
+        behind, _ = put_behind_barrier([weight, other])
+        return placement.lay_out(behind, sharding)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -111,10 +111,9 @@ class _After(torch.autograd.Function):
 
 
 class _GatheredAgain(torch.autograd.Function):
-    """A function of split weights, which are gathered for its backward pass once more.
+    """A function of split weights, which are gathered again for its backward pass.
 
-    The function is traced again there. Of its results only the weights' gradients are used, so that nothing else of it
-    is computed a second time.
+    The function is traced again there. Only its gradients are used, so the compiler computes nothing else again.
     """
 
     @staticmethod
@@ -126,7 +125,7 @@ class _GatheredAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        further = torch.is_grad_enabled()  # if somebody wants a gradient of this gradient
+        further = torch.is_grad_enabled()  # True for gradients of gradients
         needed = ctx.needs_input_grad[1:]
         with torch.enable_grad(), ctx.autocast():
             given = [
@@ -135,73 +134,41 @@ class _GatheredAgain(torch.autograd.Function):
             ]
             result = ctx.call(given, after=gradient)
             wanted = [t for t, needs in zip(given, needed, strict=True) if needs]
-            found = iter(torch.autograd.grad(result, wanted, gradient, create_graph=further, allow_unused=True))
-        return None, *(next(found) if needs else None for needs in needed)
+            gradients = iter(torch.autograd.grad(result, wanted, gradient, create_graph=further, allow_unused=True))
+        return None, *(next(gradients) if needs else None for needs in needed)
 
 
 def _autocast(kind: str) -> Callable[[], Any]:
-    """Make contexts with the autocast of now."""
+    """Return a function that makes contexts with the current autocast."""
     dtype = torch.get_autocast_dtype(kind)
     enabled = torch.is_autocast_enabled(kind)
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
 
 
-class _Now:
-    """What is traced at the moment; while it is `paused`, nothing is gathered."""
-
-    paused = False
-    mode: Unsharding | None = None  # of the trace, also where autograd has put it aside; None if nothing is split
-
-
-_now = _Now()
-
-
-@contextmanager
-def without_unsharding() -> Iterator[None]:
-    """A context in which split weights are computed with as they are, each core with its own part of them."""
-    before = _now.paused
-    _now.paused = True
-    try:
-        yield
-    finally:
-        _now.paused = before
-
-
-def unsharding(shardings: Mapping[int, Sharding], placement: Placement) -> AbstractContextManager[object]:
-    """A context in which the functions of a step are given whole weights; without split ones it is none."""
-    return _unsharding(Unsharding(shardings, placement)) if shardings else nullcontext()
-
-
-@contextmanager
-def _unsharding(mode: Unsharding) -> Iterator[None]:
-    before = _now.mode
-    _now.mode = mode
-    try:
-        with mode:
-            yield
-    finally:
-        _now.mode = before
-
-
-def current() -> Unsharding | None:
-    """The mode of the trace under way; None if nothing is split."""
-    return _now.mode
-
-
 class Unsharding(TorchFunctionMode):
-    """Gives whole weights to the functions that a step calls."""
+    """Passes whole weights to the functions that a step calls."""
 
     def __init__(self, shardings: Mapping[int, Sharding], placement: Placement) -> None:
         super().__init__()
         self._shardings = dict(shardings)
         self._placement = placement
         self._views: Any = WeakIdKeyDictionary()
-        self._in_block = False
+        self._in_block = self._paused = False
         self._behind: Tensor | None = None
 
     @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """A context in which split weights are computed with as they are, each core with its own part of them."""
+        before = self._paused
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @contextmanager
     def in_block(self) -> Iterator[None]:
-        """A context in which a block runs that will be computed again as a whole, its weights gathered with it."""
+        """A context for a block that will be computed again as a whole, including the gathering of its weights."""
         before = self._in_block
         self._in_block = True
         try:
@@ -215,13 +182,13 @@ class Unsharding(TorchFunctionMode):
     ) -> Iterator[None]:
         """A context in which a block is computed again, in a backward pass, where function modes are off.
 
-        This time it is computed with copies of its weights; those of split ones are laid out like them. Where they
-        aren't known, those that it uses are gathered once more, after the tensor that they are to be `behind`.
+        The block is computed with copies of its weights, which are split like the weights. If its weights aren't known,
+        the split weights that it uses are gathered again, after the tensor `behind`.
         """
         split = {name: self._shardings[id(w)] for name, w in weights.items() if id(w) in self._shardings}
         for name, sharding in split.items():
             learns = copies[name].requires_grad
-            copies[name] = self._placement.laid_out(copies[name].detach(), sharding).requires_grad_(learns)
+            copies[name] = self._placement.lay_out(copies[name].detach(), sharding).requires_grad_(learns)
             self._shardings[id(copies[name])] = sharding
         before = self._behind
         self._behind = behind
@@ -238,7 +205,7 @@ class Unsharding(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if _now.paused or name in _ASIDE or (name in ("__get__", "__set__") and func not in _VIEWING):
+        if self._paused or name in _ASIDE or (name in ("__get__", "__set__") and func not in _VIEWING):
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -251,14 +218,14 @@ class Unsharding(TorchFunctionMode):
                 self._note_views(func, leaves, spec, at[0], views[at[0]], result)
             return result
         if (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
-            return func(*args, **kwargs)  # it writes into one of them
+            return func(*args, **kwargs)  # the function writes into a tensor
         return self._call(func, name, leaves, spec, at, views)
 
     def _view_of(self, tensor: Tensor) -> _WeightView | None:
         if id(tensor) in self._shardings:
             return _WeightView(tensor, lambda whole: whole)
-        found: _WeightView | None = self._views.get(tensor)
-        return found
+        view: _WeightView | None = self._views.get(tensor)
+        return view
 
     def _note_views(
         self, func: Any, leaves: list[Any], spec: TreeSpec, at: int, base: _WeightView, result: Any
@@ -268,14 +235,14 @@ class Unsharding(TorchFunctionMode):
 
         def make(whole: Tensor, index: int) -> Tensor:
             args, kwargs = tree_unflatten([*leaves[:at], base.make(whole), *leaves[at + 1 :]], spec)
-            made = func(*args, **kwargs)
-            one: Tensor = made[index] if several else made
-            return one
+            views = func(*args, **kwargs)
+            view: Tensor = views[index] if several else views
+            return view
 
         leaves = [*leaves[:at], None, *leaves[at + 1 :]]
         for index, tensor in enumerate(result if several else [result]):
             if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point and id(tensor) not in self._shardings:
-                # A view of a view makes both of the whole weight.
+                # The view of a view applies both functions to the whole weight.
                 self._views[tensor] = _WeightView(base.weight, partial(make, index=index))
 
     def _call(

@@ -1,5 +1,6 @@
-"""`DeviceGroup`: the batches of steps that run as one, on the device, and `BatchSender`, which puts them there."""
+"""`DeviceGroup`: the batches on the device of steps that run as one graph; `BatchSender` sends them there."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -9,24 +10,33 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backend import Placement, Sharding
-from ..data.batches import count_rows, fields, is_flat, is_row_of_parts, kind_of, listed, require_dense, unpack
+from ..data.batches import (
+    count_rows,
+    describe_value,
+    fields,
+    is_flat,
+    is_row_of_parts,
+    list_tensors,
+    require_dense,
+    unpack,
+)
 from ..data.per_host import LocalBatch
 from ..errors import BatchError
-from ..losses import targets_of
+from ..losses import find_targets
 from ..runtime import send_rows, to_device
 from .graph_key import GraphKeys
 
-# Batches of so few bytes go to the device as one: each tensor that is sent costs as much as to copy such a one.
+# Batches of at most this many bytes are sent stacked: sending a tensor costs as much as copying this many bytes.
 _SMALL = 1 << 16
 
 _TENSOR = object()
 
 
 class BatchForm(NamedTuple):
-    """The facts that batches of one structure share."""
+    """The structure, shapes and sizes that equal batches share."""
 
     tensors: list[tuple[torch.Size, torch.dtype]]
-    leaves: list[Any]  # in order, with a mark in place of each tensor
+    leaves: list[Any]  # in order, with `_TENSOR` in place of each tensor
     spec: TreeSpec
     rows: int  # over all cores
     nbytes: int
@@ -35,12 +45,12 @@ class BatchForm(NamedTuple):
 
 
 class DeviceGroup(NamedTuple):
-    """The batches of some steps that run as one graph, on the device."""
+    """The batches on the device of the steps that run as one graph."""
 
     forms: list[BatchForm]  # of each batch; their signatures are the same
-    tensors: list[Tensor]  # batch after batch; if stacked, each holds those of all batches in a new first dimension
+    tensors: list[Tensor]  # batch after batch; if stacked, one for each leaf, with the batches as first dimension
     stacked: bool
-    # Smallest and largest class of each batch, or once if stacked; a dict by output, or None: unchecked.
+    # The smallest and largest class of each batch, or one pair if stacked; or a dict by output; or None: unchecked.
     labels: list[Any]
 
     @property
@@ -59,11 +69,11 @@ class DeviceGroup(NamedTuple):
         return self.forms[0].nbytes * len(self.forms)
 
     def unpack(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, BatchForm, Any]]:
-        """Give the nest of each batch, its form and the range of its labels, with these tensors in place of its own."""
+        """Yield for each batch its nest with these tensors, its form and the range of its labels."""
         each = len(self.forms[0].tensors)
         for i, form in enumerate(self.forms):
-            own = iter([tensor[i] for tensor in tensors] if self.stacked else tensors[i * each : (i + 1) * each])
-            nest = tree_unflatten([next(own) if leaf is _TENSOR else leaf for leaf in form.leaves], form.spec)
+            leaves = iter([tensor[i] for tensor in tensors] if self.stacked else tensors[i * each : (i + 1) * each])
+            nest = tree_unflatten([next(leaves) if leaf is _TENSOR else leaf for leaf in form.leaves], form.spec)
             yield nest, form, self.labels[0 if self.stacked else i]
 
 
@@ -74,37 +84,38 @@ class BatchSender:
         self._placement = placement
         self._keys = keys
         self._label_range = label_range  # of classes in targets; None if nothing checks labels
-        self._known: dict[type, BatchForm] = {}  # of the last plain batch
+        self._known: dict[type, BatchForm] = {}  # the form of the last flat batch, by its type
 
     def __call__(self, batches: Sequence[Any], join: bool = False, labels: Any = None) -> list[DeviceGroup]:
         """Start the transfer of batches to the device.
 
-        Each has the rows of all cores; on a pod each is a `LocalBatch` with those of this host. With `join` they are
-        sent as one group if they are small and of one form. Their `labels` are looked for unless given.
+        A batch has the rows of all cores; on a pod it is a `LocalBatch` with the rows of this host. With `join`, small
+        batches of one form are sent as one group. The range of their `labels` is computed unless given.
 
         Raises:
             BatchError: A batch has no rows, or no tensors that can be sent.
             StrictError: A batch's shape is new, and the pass is strict.
         """
-        found = [self._examined(batch) for batch in batches]
+        examined = [self._examine(batch) for batch in batches]
         try:
-            return self._groups(batches, found, join, labels)
+            return self._send_all(batches, examined, join, labels)
         except RuntimeError:
-            for tensors, _ in found:
+            for tensors, _ in examined:
                 require_dense(tensors)
             raise
 
-    def _groups(
-        self, batches: Sequence[Any], found: list[tuple[list[Tensor], BatchForm]], join: bool, labels: Any
+    def _send_all(
+        self, batches: Sequence[Any], examined: list[tuple[list[Tensor], BatchForm]], join: bool, labels: Any
     ) -> list[DeviceGroup]:
-        # A transfer takes as long as a short step, however small the batch. A pod's hosts send their rows otherwise.
-        first = found[0][1].signature
-        small = found[0][1].nbytes <= _SMALL
-        if join and small and len(found) > 1 and all(form.signature == first for _, form in found):
-            own = [tensors for tensors, _ in found]
-            if all(t.is_cpu or t.is_meta for tensors in own for t in tensors) and self._placement.hosts == 1:
-                return [self._stacked(own, [form for _, form in found], labels)]
-        return [self._send(batch, *one, labels) for batch, one in zip(batches, found, strict=True)]
+        # Stack where possible: a transfer takes as long as a short step, however small the batch.
+        first = examined[0][1].signature
+        small = examined[0][1].nbytes <= _SMALL
+        if join and small and len(examined) > 1 and all(form.signature == first for _, form in examined):
+            columns = [tensors for tensors, _ in examined]
+            if all(t.is_cpu or t.is_meta for tensors in columns for t in tensors):
+                local = isinstance(batches[0], LocalBatch)
+                return [self._send_stacked(columns, [form for _, form in examined], labels, local)]
+        return [self._send(batch, *facts, labels) for batch, facts in zip(batches, examined, strict=True)]
 
     def _send(self, batch: Any, tensors: list[Tensor], form: BatchForm, labels: Any) -> DeviceGroup:
         if isinstance(batch, LocalBatch):
@@ -114,17 +125,23 @@ class BatchSender:
             sent = to_device(tensors, self._placement, Sharding.ROWS)
         return DeviceGroup([form], sent, False, [labels or self._labels(batch)])
 
-    def _stacked(self, tensors: list[list[Tensor]], forms: list[BatchForm], labels: Any) -> DeviceGroup:
+    def _send_stacked(
+        self, tensors: list[list[Tensor]], forms: list[BatchForm], labels: Any, local: bool
+    ) -> DeviceGroup:
         columns = [torch.stack(column) for column in zip(*tensors, strict=True)]
         if labels is None and self._label_range is not None:
             rows = iter([column.flatten(0, 1) for column in columns])
             leaves = [next(rows) if leaf is _TENSOR else leaf for leaf in forms[0].leaves]
             labels = self._labels(tree_unflatten(leaves, forms[0].spec))
-        return DeviceGroup(forms, to_device(columns, self._placement, Sharding(1)), True, [labels])
+        if local:
+            sent = send_rows(columns, forms[0].rows, self._placement, 1)
+        else:
+            sent = to_device(columns, self._placement, Sharding(1))
+        return DeviceGroup(forms, sent, True, [labels])
 
-    def _examined(self, batch: Any) -> tuple[list[Tensor], BatchForm]:
+    def _examine(self, batch: Any) -> tuple[list[Tensor], BatchForm]:
         """Return the tensors of a batch and its form."""
-        # Nearly each batch has the form of the last one: to compare takes a fraction of what flattening does.
+        # Nearly every batch has the form of the last one, and comparing is much faster than flattening.
         known = self._known.get(type(batch))
         if known is not None and len(batch) == len(known.tensors):
             for leaf, (shape, dtype) in zip(batch, known.tensors, strict=True):
@@ -138,44 +155,43 @@ class BatchSender:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not tensors:
             raise BatchError(
-                f"a batch must have a tensor or an array, but the data gave {kind_of(batch)}: give text and other "
-                "objects as numbers"
+                f"a batch must have a tensor or an array, but the data gave {describe_value(batch)}: give text and "
+                "other objects as numbers"
             )
-        require_dense(tensor for tensor in tensors if not tensor.is_meta)  # a preflight's have no values
+        require_dense(tensor for tensor in tensors if not tensor.is_meta)  # a preflight's tensors have no values
         facts = [(t.shape, t.dtype) for t in tensors]
         signature = self._keys.signature((spec, local and local.rows, facts))
-        # Before the transfer, so that a refused batch never reaches the device.
+        # Noted before the transfer, so that a refused batch never reaches the device.
         self._keys.note_shape(signature, batch)
         rows = count_rows(tensors) if local is None else local.rows
         if not rows:
             raise BatchError(
-                f"a batch must have rows, but the data gave {listed(fields(batch))}: an empty batch has no mean. "
+                f"a batch must have rows, but the data gave {list_tensors(fields(batch))}: an empty batch has no mean. "
                 "Leave empty batches out"
             )
         marked = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        nbytes = sum(t.nbytes for t in tensors) * self._placement.hosts
-        form = BatchForm(facts, marked, spec, rows, nbytes, _tokens(tensors, rows), signature)
+        nbytes = sum(t.nbytes if local is None else _count_global_bytes(t, rows) for t in tensors)
+        form = BatchForm(facts, marked, spec, rows, nbytes, _count_tokens(tensors, rows), signature)
         if local is None and is_flat(batch):
             self._known[type(batch)] = form
         return tensors, form
 
     def _labels(self, batch: Any) -> Any:
-        # Only the usual forms are sure to have the labels there; a custom step may take any other form.
+        # Only a tuple or list of x, y and sample_weight is sure to have labels; a custom step may take any other form.
         if self._label_range is None:
             return None
-        if type(batch) is tuple and 2 <= len(batch) <= 3 and type(batch[1]) is Tensor:  # as most are
+        if type(batch) is tuple and 2 <= len(batch) <= 3 and type(batch[1]) is Tensor:  # a shortcut for most batches
             return self._label_range(batch[1])
         if is_row_of_parts(batch) and not 1 <= len(batch) <= 3:
             return None
         x, y, _ = unpack(batch)
-        return self._label_range(targets_of(x, y))
+        return self._label_range(find_targets(x, y))
 
 
-def joined(groups: list[DeviceGroup], size: int) -> list[DeviceGroup]:
-    """The batches that run as one graph: all of them, if they are `size` and alike, else each by itself.
+def join_groups(groups: list[DeviceGroup], size: int) -> list[DeviceGroup]:
+    """Join groups of one form into one if there are `size` of them; else return them unchanged.
 
-    Batches that don't fill a group run one by one: each smaller size would need a graph of its own. So do all on the
-    host, where steps aren't joined.
+    Fewer batches run one by one, because each smaller size would need another graph. On the host no steps are joined.
     """
     signature = groups[0].forms[0].signature
     if size == 1 or len(groups) < size or any(group.forms[0].signature != signature for group in groups):
@@ -190,10 +206,15 @@ def joined(groups: list[DeviceGroup], size: int) -> list[DeviceGroup]:
     ]
 
 
-def _tokens(tensors: Sequence[Tensor], rows: int) -> int:
-    """The number of tokens in a batch: texts are whole numbers, a row each, and come first."""
+def _count_global_bytes(tensor: Tensor, rows: int) -> int:
+    """Count the bytes of a global batch's tensor, which are equal on all hosts; a host has some of its rows or none."""
+    return math.prod(tensor.shape[1:]) * tensor.itemsize * (rows if tensor.dim() else 1)
+
+
+def _count_tokens(tensors: Sequence[Tensor], rows: int) -> int:
+    """Count the tokens in a batch: texts are rows of whole numbers in the first tensor."""
     first = tensors[0]
-    whole = not first.is_floating_point() and first.dtype not in (torch.bool, torch.uint8)  # which are masks and images
+    whole = not first.is_floating_point() and first.dtype not in (torch.bool, torch.uint8)  # not masks or images
     return rows * first.shape[1] if whole and first.dim() == 2 else 0
 
 
@@ -204,5 +225,5 @@ def _flatten(batch: Any) -> tuple[list[Any], TreeSpec]:
 
 @cache
 def _flat_spec(as_list: bool, length: int) -> TreeSpec:
-    """Return the structure of a tuple or list of tensors; one cached object, because identical ones compare faster."""
+    """Return the structure of a tuple or list of tensors; cached, because identical objects compare faster."""
     return tree_flatten([0] * length if as_list else (0,) * length)[1]

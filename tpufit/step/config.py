@@ -17,10 +17,11 @@ from ..metrics import build as build_metrics
 from ..optimizers import NAMES, EMAConfig, GradientConfig
 from ..utils.json_codec import is_json
 from . import precision as precisions
-from .blocks import RematArgument, blocks
+from .remat import RematArgument, blocks
 from .sharding import ShardConfig
 
 if TYPE_CHECKING:
+    from ..metrics import DatasetMetric
     from ..metrics.metric import Metric
 
 _SCALINGS: dict[str | None, Callable[[int], float]] = {
@@ -32,10 +33,10 @@ _SCALINGS: dict[str | None, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """The arguments of `Model.compile`, checked and built; the defaults are those of a model that is not compiled."""
+    """The arguments of `Model.compile`, checked and built; the defaults are for a model that isn't compiled."""
 
     loss: AnyLoss | None = None  # None if a subclass computes it
-    metrics: list[Metric] = field(default_factory=list)  # weighted ones last
+    metrics: list[Metric | DatasetMetric] = field(default_factory=list)  # weighted ones last
     precision: str = "fp32"  # "fp32", "bf16" or "bf16-true"
     matmul_precision: str = "default"  # "default", "high" or "highest"
     attention: str = "auto"  # "auto", "plain" or "flash"
@@ -62,7 +63,7 @@ class CompileConfig:
 
     @classmethod
     def of(cls, arguments: dict[str, Any], module: nn.Module) -> CompileConfig:
-        """Check and build all arguments of `compile` but the optimizer.
+        """Check and build all arguments of `compile` except the optimizer.
 
         Raises:
             UnknownNameError, ArgumentError: See `Model.compile`.
@@ -94,19 +95,19 @@ class CompileConfig:
         """Return the same arguments with another value of `"run_eagerly"`, `"steps_per_execution"` or `"jit_compile"`.
 
         Raises:
-            ArgumentError: It is no such value.
+            ArgumentError: The option can't have this value.
         """
         changed: dict[str, Any] = {name: value}
         return replace(self, **changed, arguments=self.arguments and self.arguments | changed)
 
     @property
     def remat(self) -> RematArgument:
-        """The argument as given."""
-        found: RematArgument = (self.arguments or {}).get("remat")
-        return found
+        """The argument `remat` as given."""
+        remat: RematArgument = (self.arguments or {}).get("remat")
+        return remat
 
     def with_remat(self, remat: RematArgument, module: nn.Module) -> CompileConfig:
-        """Return the same arguments with other blocks that compute activations again.
+        """Return the same arguments with another `remat`.
 
         Raises:
             ArgumentError: There are no such blocks.
@@ -116,15 +117,15 @@ class CompileConfig:
 
     @property
     def loss_modules(self) -> list[nn.Module]:
-        """The modules among the losses, whose tensors move and train with the module's."""
+        """The losses that are modules; their tensors move and train with the module's."""
         return self.loss.modules if self.loss is not None else []
 
     def rate_factor(self, cores: int) -> float:
-        """Return the factor that `scale_lr` gives the learning rate on a number of cores."""
+        """Return the factor by which `scale_lr` multiplies the learning rate on a number of cores."""
         return _SCALINGS[self.scale_lr](cores)
 
     def as_plain(self, optimizer: Optimizer | None) -> dict[str, Any] | None:
-        """Return the arguments as a checkpoint keeps them for `tpufit.load`; None if one of them is an object."""
+        """Return the arguments as a checkpoint keeps them for `tpufit.load`; None if an argument is an object."""
         rebuilt = type(optimizer).__name__.lower() in NAMES and is_json(self.arguments)
         return self.arguments if rebuilt else None
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,37 +17,40 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .. import optimizers
-from ..backend import HOST, AttentionForms, Cores, Load, Placement, Program, turns
+from ..backend import HOST, AttentionForms, Body, Cores, CoresArgument, Load, Placement, Program, turns
 from ..diagnostics.report import Pass, Report
 from ..errors import ArgumentError, BusyError, StateLostError
 from ..losses import ClassWeight
+from ..metrics import PassMetrics
 from ..runtime import (
     Recorder,
-    available,
+    count_available_cores,
     counts,
     metrics_report,
     placement_on,
+    program_at,
     set_matmul_precision,
+    start,
     translate,
 )
 from ..utils.counters import Counts
-from ..utils.python_state import facts
+from ..utils.python_state import device_tensors, facts
 from ..utils.random import draw_seed, step_seed
 from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import warn
-from .blocks import blocks
+from .batch_errors import describe_lost_weights, may_come_from_device
 from .config import UNCOMPILED, CompileConfig
 from .context import StepContext
-from .failures import may_be_of_device, weights_lost
-from .kept_modules import Holder, kept
-from .modules import Modes, modes_kept, refuse_host_inputs, train
-from .precision import Formats
+from .kept_modules import Holder, walk_kept
+from .modules import Modes, keeping_modes, refuse_host_inputs, train
+from .precision import Formats, warn_of_emulation
+from .remat import blocks
 from .role import ROLES, Role
 from .state import SavedState, TrainState
 from .tally import Tally
 
-# The number of passes kept for reports.
-_PASSES_TOLD = 1000
+# The largest number of passes kept for reports.
+_PASSES_KEPT = 1000
 
 
 class UserModel(Protocol):
@@ -72,11 +75,11 @@ class UserModel(Protocol):
         """Compute the outputs for a batch."""
 
     def get_metrics_result(self) -> dict[str, Any]:
-        """Compute the logs of the pass that was run last."""
+        """Compute the logs of the last pass."""
 
 
-# The attributes of `Model` itself. No step depends on them, and `fit` changes some: as state of the user's Python they
-# would only force new graphs.
+# The attributes of `Model` itself. No step depends on them, and `fit` changes some, so as state of the user's Python
+# they would only force new graphs.
 _OURS = {*UserModel.__annotations__, "_engine"}
 
 
@@ -93,14 +96,14 @@ class FitOptions:
 class RunLog:
     """The record of the steps that have run, for reports."""
 
-    passes: deque[Pass] = field(default_factory=lambda: deque(maxlen=_PASSES_TOLD))
+    passes: deque[Pass] = field(default_factory=lambda: deque(maxlen=_PASSES_KEPT))
     since: Counts = field(default_factory=counts)  # at the start of the last `fit`
-    first_bad_step: int | None = None  # of the last `fit`, whose logs were not finite
-    training: Tally | None = None  # of the last pass of training
-    predicted: float | None = None  # seconds of a training step, by the last preflight
-    data: Mapping[str, str] = field(default_factory=dict)  # what the data of the last `fit` say of themselves
+    first_bad_step: int | None = None  # the first step of the last `fit` whose logs were not finite
+    training: Tally | None = None  # of the last training pass
+    predicted: float | None = None  # seconds a training step, according to the last preflight
+    data: Mapping[str, str] = field(default_factory=dict)  # facts about the data of the last `fit`, for the report
     last_saved: str | None = None  # path of weights or a checkpoint
-    wanted_saves: list[Any] = field(default_factory=list)  # requested by callbacks: pairs of a writer and a score
+    wanted_saves: list[Any] = field(default_factory=list)  # requested by callbacks, as pairs of a writer and a score
 
     def begin_fit(self) -> None:
         """Start the record of a new `fit`."""
@@ -111,12 +114,12 @@ class RunLog:
 
 @dataclass
 class Observed:
-    """The facts about the module that its first step reveals."""
+    """Facts about the module that its first step reveals."""
 
     shapes: dict[str, str] = field(default_factory=dict)  # of the layers' outputs, by the layer's name
     loss: torch.dtype | None = None  # its dtype
     formats: Formats | None = None
-    learns: bool = False  # a training step has taken a step of an optimizer, or has changed a weight itself
+    learns: bool = False  # a training step has called an optimizer's step, or has changed a weight itself
 
 
 class Engine:
@@ -124,21 +127,21 @@ class Engine:
 
     Args:
         model: The user's model, whose `train_step`, `test_step` and `predict_step` are traced.
-        config: The arguments of `compile` (default: those of a model that is not compiled).
-        before: The engine before this `compile`; its weights stay in place, its count of steps goes on (default: none).
+        config: The arguments of `compile` (default: the model isn't compiled).
+        before: The engine before this `compile`; its weights stay in place, its step count continues (default: none).
 
     Attributes:
         model: The user's model.
         config: The arguments of `compile`.
         state: All that training changes.
         context: The step whose Python is running.
-        options: The options of the `fit` under way.
-        attention: How attention is to be computed, and how each layer's is.
+        options: The options of the current `fit`.
+        attention: The requested form of attention, and each layer's actual form.
         roles: The roles by name, each with its program.
-        hook: The module's hook `refuse_host_inputs`, while it is on the device.
-        latest: The role that started the last step, or whose logs were read last; None before the first.
+        hook: The handle of the module's hook `refuse_host_inputs`, while the module is on the device.
+        latest: The role that started the last step, or whose logs were read last; None before the first step.
         log: The record of the steps that have run.
-        observed: The facts about the module that its first step reveals.
+        observed: Facts about the module that its first step reveals.
         modes: The modes of the module's parts, as the user has set them.
     """
 
@@ -149,8 +152,9 @@ class Engine:
         self.context = StepContext()
         self.options = FitOptions()
         self.attention = AttentionForms(config.attention)
-        self.roles = {name: Role(name, self._python_state, self.attention) for name in ROLES}
+        self.roles = {name: Role(name, self._python_state, self._find_kept_tensors, self.attention) for name in ROLES}
         self.latest: Role | None = None
+        self._compiled: tuple[nn.Module, nn.Module] | None = None  # the module, and its compiled form
         self.hook: RemovableHandle | None = None if before is None else before.hook
         self.log: RunLog = RunLog() if before is None else before.log
         self.observed: Observed = Observed() if before is None else Observed(before.observed.shapes)
@@ -163,45 +167,53 @@ class Engine:
 
     @property
     def programs(self) -> list[Program]:
-        """The programs that there are."""
+        """The programs of all roles that have one."""
         return [role.program for role in self.roles.values() if role.program is not None]
 
     def drop_programs(self) -> None:
-        """Drop what was captured: the module's tensors, or their place, are others."""
+        """Drop the captured graphs, because the module's tensors or their placement changed."""
         if self.config.loss is not None:
-            self.config.loss.forget_classes()  # the module may have got another last layer
+            self.config.loss.forget_classes()  # the module may have a new last layer
         for role in self.roles.values():
             role.program = None
 
     @property
     def blocks(self) -> dict[nn.Module, str]:
-        """The modules that compute activations again in the backward pass, each with the policy on what it keeps."""
+        """The modules whose activations are rematerialized in the backward pass, each with its policy."""
         module = self.model.module
         return {module.get_submodule(name): policy for name, policy in blocks(self.config.remat, module).items()}
 
     @property
     def keeps_inputs_alone(self) -> bool:
-        """True if blocks compute all their activations again."""
+        """True if there are rematerialized blocks, and they keep their inputs alone."""
         return set(self.blocks.values()) == {"nothing"}
 
+    def start(self, cores: CoresArgument, asked_by: str) -> Cores:
+        """Start the runtime on these cores, see `runtime.start`; `run_eagerly` needs no runtime."""
+        return start(cores, asked_by, eager=self.config.run_eagerly)
+
     def place_on(self, cores: Cores, recorder: Recorder | None = None) -> Placement:
-        """Return the placement of steps on these cores, or a recorder in their place; with `run_eagerly`, the host."""
+        """Return the placement of steps on these cores, or on a recorder; with `run_eagerly`, on the host."""
         if self.config.run_eagerly:
             if cores.hosts > 1:
                 raise ArgumentError("run_eagerly=True runs on one host's processor, and this is one of several hosts")
             return HOST
-        set_matmul_precision(self.config.matmul_precision)
-        return placement_on(cores, recorder)
+        placement = placement_on(cores, recorder)
+        if placement.eager:
+            warn_of_emulation(self.config.precision, placement.device)
+        else:
+            set_matmul_precision(self.config.matmul_precision)
+        return placement
 
     def move_to(self, placement: Placement) -> None:
-        """Move the module, the loss, what the model keeps and the optimizers' state, each tensor in place."""
-        # First the models that this one keeps: they may hold the values of their modules.
+        """Move the tensors of the module, the loss, the kept models and modules, and the optimizers, each in place."""
+        # Kept models move first, because their engines may hold the values of their modules.
         for engine in reversed(self._engines()):
             engine.move_alone(placement)
 
     def move_alone(self, placement: Placement) -> None:
-        """Do as `move_to`, but leave the engines of models that the model keeps as they are."""
-        # Captured graphs take the old tensors, in their old place.
+        """Do as `move_to`, but leave kept models in place."""
+        # Captured graphs take the old tensors, on the old placement.
         if self.state.move_to(placement):
             self.drop_programs()
         if placement.on_host and self.hook is not None:
@@ -211,45 +223,59 @@ class Engine:
             self.hook = self.model.module.register_forward_pre_hook(refuse_host_inputs, with_kwargs=True)
 
     def _engines(self) -> list[Engine]:
-        """This engine, and those of models that the model keeps."""
-        found = [self]
-        for engine in found:  # which grows meanwhile
-            inner = [vars(value).get("_engine") for _, value in kept(engine.model) if isinstance(value, Holder)]
-            found += [one for one in dict.fromkeys(inner) if isinstance(one, Engine) and one not in found]
-        return found
+        """Return this engine and the engines of all kept models."""
+        engines = [self]
+        for engine in engines:  # the loop also visits the engines that it appends
+            inner = [vars(value).get("_engine") for _, value in walk_kept(engine.model) if isinstance(value, Holder)]
+            engines += [other for other in dict.fromkeys(inner) if isinstance(other, Engine) and other not in engines]
+        return engines
 
     # Modes
 
     def _learns(self) -> set[int]:
-        """Return the `id` of each parameter that learns: an optimizer has it, and it requires a gradient."""
-        each = self.state.named_optimizers().values()
-        return {id(p) for optimizer in each for p in optimizers.parameters(optimizer) if p.requires_grad}
+        """Return the `id` of each parameter that learns: it requires a gradient, and an optimizer has it."""
+        used = self.state.named_optimizers().values()
+        return {id(p) for optimizer in used for p in optimizers.parameters(optimizer) if p.requires_grad}
+
+    @property
+    def compiled_module(self) -> nn.Module | None:
+        """The module wrapped by `torch.compile`, for a step on a GPU with `jit_compile=True`; else None.
+
+        It is None in the first step, whose hook notes the layers' outputs and would become a part of the compiled code.
+        """
+        placement = self.state.placement
+        if self.config.jit_compile is not True or placement.on_host or not placement.eager or not self.context.compiles:
+            return None
+        module = self.model.module
+        if self._compiled is None or self._compiled[0] is not module:
+            self._compiled = module, cast(nn.Module, torch.compile(module))
+        return self._compiled[1]
 
     def note_modes(self) -> None:
         """Note the modes of the module's parts as the user has set them, before training."""
         self.modes.note(self.model.module, self._learns())
 
     def train_mode(self) -> None:
-        """Put the module into training mode, but for frozen parts in eval mode, see `modules.train`.
+        """Put the module into training mode, except frozen parts in eval mode, see `modules.train`.
 
-        What the model keeps beside it stays in the modes that the user has set.
+        Other modules of the model stay in the modes that the user has set.
         """
         self.modes.train(self.model.module, self._learns())
 
     def leave_mode(self) -> None:
-        """Put the module into the mode that `fit` leaves it in, ready for use."""
+        """Put the module into eval mode at the end of `fit`, ready for use."""
         self.modes.leave(self.model.module, self._learns())
 
     def eval_mode(self) -> None:
-        """Put the module and what the model keeps beside it into eval mode."""
+        """Put the module and the model's other modules into eval mode."""
         for module in self.state.modules:
             module.eval()
 
     @contextmanager
     def calling(self, training: bool) -> Iterator[None]:
-        """A context in which the module computes as in training or not, with frozen parts as they are."""
+        """A context in which the module is in training or in eval mode; frozen parts keep their modes in training."""
         module = self.model.module
-        with modes_kept(module):
+        with keeping_modes(module):
             if training:
                 train(module, self._learns())
             else:
@@ -266,8 +292,8 @@ class Engine:
             program.try_again()
 
     def scale_rates(self, cores: int) -> list[float]:
-        """Multiply the learning rates by the factor of a number of cores, once, and return the rates from before."""
-        optimizer = optimizers.required(self.model.optimizer)
+        """Multiply the learning rates by the factor for a number of cores, once, and return the previous rates."""
+        optimizer = optimizers.require_optimizer(self.model.optimizer)
         before = optimizers.rates(optimizer)
         optimizers.scale_rates(optimizer, self.config.rate_factor(cores))
         return before
@@ -275,14 +301,33 @@ class Engine:
     def seed_of_pass(self) -> int:
         """Return the seed of a new evaluation or prediction.
 
-        Outside `fit` it is drawn from PyTorch's generator. Inside the data may draw from that at the same time, in
-        their thread; there it is a function of the run, which a resumed one repeats.
+        Outside `fit` it is drawn from PyTorch's generator. Inside `fit` the data may draw from that generator in
+        another thread at the same time; there the run's seed determines it, so that a resumed run repeats it.
         """
         numbers = self.state.numbers
         if not self.options.fitting:
             return draw_seed()
         numbers.passes += 1
         return step_seed(numbers.seed, -numbers.passes)  # counted down, because steps count up
+
+    def run_once(self, inputs: list[Tensor], body: Body) -> Any:
+        """Run Python outside of a pass as a step of its own, and keep no graph of it.
+
+        Args:
+            inputs: Tensors on the device, which the body gets.
+            body: The Python; it must be one graph.
+        """
+        state = self.state
+        program = program_at(
+            state.placement,
+            "predict",
+            state.device,
+            PassMetrics([], state.placement),
+            jit_compile=False,
+            matmul_precision=self.config.matmul_precision,
+        )
+        with torch.no_grad():
+            return program((), inputs, [self.seed_of_pass()], body)
 
     def reset(self, weights: Mapping[int, Tensor]) -> None:
         """Return to the host with other weights, after a failed step lost the old ones; see `TrainState.reset`."""
@@ -295,48 +340,47 @@ class Engine:
         self.drop_programs()
 
     @contextmanager
-    def trial(self) -> Iterator[None]:
-        """A context of training steps that are undone in the end; see `TrainState.put_back`."""
+    def trial(self, role: str = "train") -> Iterator[None]:
+        """A context whose steps of one role are undone at its end; see `TrainState.put_back`."""
         before = self.state.snapshot()
         bad = self.log.first_bad_step
+        latest = self.latest
         try:
             yield
         finally:
             self.state.put_back(before)
-            # The trial's graphs may take state that its first step created and that is gone now. XLA keeps them
-            # compiled. The shapes of its batches are none that training goes through either.
-            self.roles["train"] = Role("train", self._python_state, self.attention)
+            # The trial's graphs may take state that its first step created and that is gone now, and training may
+            # have no batches of the trial's shapes. XLA keeps the graphs compiled.
+            self.roles[role] = Role(role, self._python_state, self._find_kept_tensors, self.attention)
             self.log.first_bad_step = bad
+            self.latest = latest
 
     def register_new_state(self) -> None:
-        """Adopt the state that a traced step has created; graphs without it are forgotten, and captured again."""
+        """Adopt the state that a traced step has created; graphs without it are dropped and captured again."""
         if self.state.register_new():
             for program in self.programs:
                 program.forget()
 
     def note_users_code(self, seldom: bool) -> None:
-        """Note that the user's code has run, which may have changed something that the Python of steps reads.
-
-        It does so at each batch, or `seldom`.
-        """
+        """Note that the user's code has run, each batch or `seldom`: it may have changed what a step's Python reads."""
         for program in self.programs:
             program.note_users_code(seldom)
 
     def require_weights(self, method: str) -> None:
-        """Check that the module keeps its weights when a method, which the error names, returns.
+        """Check that the module's tensors keep their values after a method, which the error names, has returned them.
 
         Raises:
-            BusyError: Another thread is running steps, which take them out.
+            BusyError: Another thread is running steps, during which the tensors are empty.
         """
-        busy = turns.elsewhere() if self.options.fitting or self.state.device.held else ""
+        busy = turns.describe_other_call() if self.options.fitting or self.state.device.held else ""
         if busy:
             raise BusyError(
-                f"{method} gives the module's own tensors, out of which {busy} takes the values: use state_dict() or "
-                "get_weights(), which wait for a place between two steps and copy them"
+                f"{method} gives the module's own tensors, which are empty during {busy}: use state_dict() or "
+                "get_weights(), which wait until a step has ended and copy the values"
             )
 
     def expose(self) -> None:
-        """Write the weights back before user code reads them; after a device fault there are none."""
+        """Write the weights back before user code reads them, unless a device fault lost them."""
         if not self.state.device.lost:
             self.state.write_back()
 
@@ -352,9 +396,9 @@ class Engine:
 
     @contextmanager
     def noticing_loss(self) -> Iterator[None]:
-        """Turn a device error that lost the weights into a `StateLostError`.
+        """A context that turns a device error that lost the weights into a `StateLostError`.
 
-        Most errors of a step surface later, where the host next waits for the device.
+        Most errors of a step surface later, when the host next waits for the device.
         """
         try:
             yield
@@ -362,32 +406,32 @@ class Engine:
             raise
         except Exception as error:
             device = self.state.device
-            # Only a read shows which values are lost. It waits, so errors that can't be the device's skip it.
-            if not device.lost and may_be_of_device(error):
+            # Only reading shows which values are lost. Reading waits, so errors that can't be the device's skip it.
+            if not device.lost and may_come_from_device(error):
                 device.find_lost()
-            fault = translate(error, self._load()) if isinstance(error, RuntimeError) else None
+            fault = translate(error, self._load() if isinstance(error, RuntimeError) else None)
             if device.lost:
-                lost = weights_lost(self.state.numbers.step, self.log.last_saved, fault or error)
-                raise StateLostError(lost) from error
+                message = describe_lost_weights(self.state.numbers.step, self.log.last_saved, fault or error)
+                raise StateLostError(message) from error
             if fault is not None:
                 raise fault from error
             raise
 
     def _load(self) -> Load:
-        """Return the sizes of the current step, or of the last one, in bytes per core."""
+        """Return the sizes of the current or the last step, in bytes per core."""
         cores = self.state.placement.count
         role = self.latest
         group = None if role is None else role.group
         module = [*self.model.module.parameters(), *self.model.module.buffers()]
-        of_a_core = self.state.of_a_core
-        weights = of_a_core(module)
+        bytes_per_core = self.state.bytes_per_core
+        weights = bytes_per_core(module)
         return Load(
             role="train" if role is None else role.name,
             rows=0 if group is None else group.forms[0].rows,
             cores=cores,
             weights=weights,
-            learns=of_a_core(tensor for tensor in module if tensor.requires_grad),
-            optimizer=of_a_core(self.state.device.tensors) - weights,
+            learns=bytes_per_core(tensor for tensor in module if tensor.requires_grad),
+            optimizer=bytes_per_core(self.state.device.tensors) - weights,
             batch=0 if group is None else group.nbytes // cores,
             precision=self.config.precision,
             split=bool(self.state.device.shardings),
@@ -395,10 +439,19 @@ class Engine:
         )
 
     def _python_state(self, role: Role, deep: bool) -> dict[str, Any]:
-        """Return the numbers, strings and flags in the user's Python, by name: a replayed step doesn't read them."""
+        """Return the numbers, strings and flags in the user's Python, by name; replayed steps don't read them."""
+        weights = self.options.class_weight if role.learns else None
+        return facts(self._users_objects(role), deep) | ({} if weights is None else {"class_weight": weights.summary})
+
+    def _find_kept_tensors(self, role: Role) -> dict[str, Tensor]:
+        """Return the tensors on the device in the user's Python, by name, without parameters and buffers."""
+        return device_tensors(self._users_objects(role))
+
+    def _users_objects(self, role: Role) -> dict[str, Any]:
+        """Return the user's objects that a role's steps may read, by name."""
         model = self.model
         kind = type(model)
-        own = {
+        attributes = {
             f"{kind.__name__}.{name}": value
             for name, value in vars(model).items()
             if name not in _OURS and not isinstance(value, Optimizer)
@@ -409,13 +462,12 @@ class Engine:
         parts |= {metric.name: metric.users for metric in self.config.metrics if metric.users is not None}
         if role.learns:
             # The numbers of schedule-free optimizers are inputs of a graph.
-            stepped = self.state.named_optimizers().items()
-            parts |= {f"{kind.__name__}.{name}": one for name, one in stepped if not optimizers.runs_numbers(one)}
-        weights = self.options.class_weight if role.learns else None
-        return facts(parts | own, deep) | ({} if weights is None else {"class_weight": weights.summary})
+            used = self.state.named_optimizers().items()
+            parts |= {f"{kind.__name__}.{name}": value for name, value in used if not optimizers.runs_numbers(value)}
+        return parts | attributes
 
     def note_formats(self, products: set[torch.dtype]) -> None:
-        """Note the formats that the first training step computed in, and warn if they contradict `precision`."""
+        """Note the floating-point formats of the first training step, and warn if they contradict `precision`."""
         weights = {p.dtype for p in self.model.module.parameters() if p.is_floating_point()}
         formats = Formats(frozenset(products), frozenset(weights), self.observed.loss)
         self.observed.formats = formats
@@ -425,29 +477,27 @@ class Engine:
 
     @property
     def memory_used(self) -> int | None:
-        """The bytes of a core's memory that are in use; None where nobody tells."""
+        """The bytes of a core's memory that are in use; None if unknown."""
         return self.state.placement.memory_used
 
     def speed(self, steps_per_second: float) -> dict[str, float]:
-        """What training steps at this pace come to; see `Model.speed`."""
+        """Return the throughput of training steps at this pace; see `Model.speed`."""
         training = self.log.training
         return {} if training is None else training.speed(steps_per_second, self.state.placement.peak)
 
     def report(self, verbose: bool) -> Report:
         """Report on the steps since the last `fit` began; see `Model.report`."""
         train = self.roles["train"].program
+        run = {role.name: program for role in self.roles.values() if (program := role.program) and program.traced_keys}
         cores = self.state.placement.count
         return Report(
             passes=tuple(self.log.passes),
             counts=counts() - self.log.since,
-            traced={
-                role.name: own.traced_because
-                for role in self.roles.values()
-                if (own := role.program) and own.traced_keys
-            },
+            traced={role: program.traced_because for role, program in run.items()},
+            eager=frozenset(role for role, program in run.items() if program.runs_eagerly),
             donated=train.donated if train else 0,
             cores=cores,
-            available=available(cores),
+            available=count_available_cores(cores),
             joined=self.config.steps_per_execution != 1,
             metrics_report=metrics_report() if verbose else "",
             peak=self.state.placement.peak,

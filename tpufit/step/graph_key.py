@@ -1,8 +1,8 @@
-"""The key of a step's graph: everything that the graph depends on but the values of tensors.
+"""The key of a step's graph: everything that the graph depends on except the values of tensors.
 
-User code may change parts of it between two steps: a layer's mode, an optimizer's option, a number in a module. Each
-change needs another graph, which is captured: traced and compiled. Comparing all parts takes long, so each snapshot of
-them gets a number once, and a key consists of numbers.
+User code may change something between two steps: a layer's mode, an optimizer's option, a number in a module. Each
+change needs another graph, which is traced and compiled. Comparing everything takes long, so each snapshot gets a
+number once, and a key consists of numbers.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from ..optimizers import RATE_KEYS, RUNNING, runs_numbers
 from ..utils.counters import count_capture
 from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import warn
-from .recompiles import ShapeWatch
+from .shape_watch import ShapeWatch
 
 Parts = Sequence[nn.Module]
-"""The module, those of the loss, and those that the model keeps."""
+"""The module, the losses that are modules, and the modules that the model keeps."""
 
-# The number of captures for one reason at which a warning comes: fewer may be chance, so many are a habit.
+# The number of captures for one reason that causes a warning: fewer may be chance.
 _OFTEN = 4
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A snapshot of the Python that a step's graph depends on. Equal snapshots share one graph per shape of a batch."""
+    """A snapshot of the Python that a step's graph depends on. Equal snapshots share a graph for each batch shape."""
 
-    modes: tuple[bool, ...]  # of each part of the modules: is it training?
+    modes: tuple[bool, ...]  # `training` of each part of the modules
     learning: tuple[bool, ...]  # `requires_grad` of each parameter
     parameters: tuple[int, ...]  # their `id`
-    options: tuple[tuple[str, Any], ...]  # of the optimizers, see `options`
+    options: tuple[tuple[str, Any], ...]  # of the optimizers, see `list_options`
     python: tuple[tuple[str, Any], ...]  # of the user's objects, see `python_state.facts`
 
     @classmethod
@@ -46,11 +46,11 @@ class Guard:
             tuple(part.training for module in modules for part in module.modules()),
             tuple(parameter.requires_grad for parameter in parameters),
             tuple(map(id, parameters)),
-            options(optimizers),
+            list_options(optimizers),
             tuple(python.items()),
         )
 
-    def change(self, later: Guard, modules: Parts) -> str:
+    def describe_change(self, later: Guard, modules: Parts) -> str:
         """Name the first difference from a later snapshot, e.g. `"momentum in the optimizer's param_groups"`."""
         if self.parameters != later.parameters or len(self.modes) != len(later.modes):
             return "the module's parameters"
@@ -58,8 +58,8 @@ class Guard:
             ("the training mode of", self.modes, later.modes, [p for m in modules for p in m.named_modules()]),
             ("requires_grad of", self.learning, later.learning, [p for m in modules for p in m.named_parameters()]),
         ):
-            for one, other, (name, part) in zip(ours, theirs, names, strict=True):
-                if one != other:
+            for before, after, (name, part) in zip(ours, theirs, names, strict=True):
+                if before != after:
                     return f"{kind} {name or type(part).__name__}"
         for pairs, others, where in (
             (self.options, later.options, " in the optimizer's param_groups"),
@@ -70,8 +70,8 @@ class Guard:
                 return f"{changed[0]}{where}"
         return "nothing that has a name"
 
-    def values(self, later: Guard) -> str:
-        """Give both values of the number or word that `change` names, e.g. `" (from 0.9 to 0.5)"`."""
+    def describe_values(self, later: Guard) -> str:
+        """Give both values of the option or fact that `describe_change` names, e.g. `" (from 0.9 to 0.5)"`."""
         for pairs, others in ((self.options, later.options), (self.python, later.python)):
             before, after = (sorted(set(a) - set(b), key=str) for a, b in ((pairs, others), (others, pairs)))
             if before and after and before[0][0] == after[0][0]:
@@ -79,8 +79,8 @@ class Guard:
         return ""
 
 
-def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
-    """List the options in the optimizers' groups, without the rates and counts that are inputs of a graph."""
+def list_options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
+    """List the options in the optimizers' groups, except the rates and counts that are inputs of a graph."""
     return tuple(
         (key, value if isinstance(value, (int, float, str, bool, tuple)) else id(value))
         for optimizer in optimizers
@@ -92,7 +92,7 @@ def options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
 
 
 class GraphKeys:
-    """The keys of one role's graphs. It numbers their parts, and keeps the change that made each part new, for reports.
+    """Makes the keys of one role's graphs: numbers their parts, and notes for reports what made each part new.
 
     The snapshot is renewed only when user code may have changed something.
     """
@@ -100,15 +100,17 @@ class GraphKeys:
     def __init__(self, role: str, python: Callable[[], dict[str, Any]]) -> None:
         self._role = role
         self._python = python
-        # What made each snapshot new, by number: "momentum in ... changed (from 0.9 to 0.5)".
+        # The change that made each snapshot new, by its number: "momentum in ... changed (from 0.9 to 0.5)".
         self.changes: dict[int, str] = {}
         self._guards: dict[Guard, int] = {}
-        self._times: dict[str, int] = {}  # by change
+        self._times: dict[str, int] = {}  # the number of captures, by change
         self._signatures: list[Any] = []
-        self._transforms: list[Any] = []  # a list, as some can't be hashed; kept alive, so that `is` never lies
+        self._transforms: list[
+            Any
+        ] = []  # a list, because some can't be hashed; it keeps them alive, so that no `id` is reused
         self._shapes = ShapeWatch(role)
         self._last: Guard | None = None
-        # Of the pass under way.
+        # Of the current pass.
         self._strict = LENIENT
         self._transform = 0
         self._guard: Guard | None = None
@@ -116,7 +118,7 @@ class GraphKeys:
         self._hooked = False
 
     def begin_pass(self, transform: Any, strict: Strict) -> None:
-        """Begin a pass over data; a strict one refuses a batch of a new shape, and a new snapshot."""
+        """Begin a pass over data; a strict pass refuses a batch of a new shape, and a new snapshot."""
         self._strict = strict
         self._transform = self._number_of(transform)
         self._guard = None
@@ -136,74 +138,76 @@ class GraphKeys:
 
     def _number_of(self, transform: Any) -> int:
         for number, known in enumerate(self._transforms):
-            if known is transform or (isinstance(known, Compose) and known.is_of(transform)):
+            if known is transform or (isinstance(known, Compose) and known.has_same_parts(transform)):
                 return number
         self._transforms.append(transform)
         return len(self._transforms) - 1
 
     def _number_guard(self, guard: Guard, modules: Parts) -> int:
-        """Return the number of a snapshot. A new one counts as a capture, under its change."""
+        """Return the number of a snapshot. A new snapshot counts as a capture, for the change that made it new."""
         before = self._last
         self._last = guard
         if guard not in self._guards:
             self._guards[guard] = len(self._guards)
             if before is not None and before != guard:
-                change = before.change(guard, modules)
-                self.changes[self._guards[guard]] = f"{change} changed{before.values(guard)}"
-                self._note(change)
+                change = before.describe_change(guard, modules)
+                self.changes[self._guards[guard]] = f"{change} changed{before.describe_values(guard)}"
+                self._count_change(change)
         return self._guards[guard]
 
-    def _note(self, change: str) -> None:
+    def _count_change(self, change: str) -> None:
         count_capture(change)
         self._times[change] = self._times.get(change, 0) + 1
         if self._times[change] == _OFTEN:
             warn(
                 f"the {self._role} step has been compiled {_OFTEN} times because {change} changed: it is part of the "
-                "graph, and only the learning rate is an input. Change it seldom, or keep it as it is",
+                "graph, and only the learning rate is an input. Change it seldom, or not at all",
             )
 
     def note_hooks(self) -> None:
         """Note that callbacks have run, which may have changed the optimizer's options."""
         self._hooked = True
 
-    def refresh(self, modules: Parts, optimizers: Iterable[Optimizer], held: bool, known_keys: Iterable[Any]) -> None:
-        """Renew the snapshot, unless nothing can have changed since the last one.
+    def is_current(self, optimizers: Iterable[Optimizer], held: bool) -> bool:
+        """True if nothing can have changed since the last snapshot.
 
-        If the weights were `held` since the last step, no user code has seen them, and it can only have changed the
-        optimizer. A callback that reads weights makes this False, and may have done anything.
+        If the weights were `held` since the last step, user code can only have changed the optimizer's options. A
+        callback that reads weights makes `held` False, and may have changed anything.
+        """
+        hooked = self._hooked
+        self._hooked = False
+        return held and self._guard is not None and (not hooked or self._guard.options == list_options(optimizers))
+
+    def refresh(self, modules: Parts, optimizers: Iterable[Optimizer], known_keys: Iterable[Any]) -> None:
+        """Renew the snapshot.
 
         Raises:
             StrictError: The snapshot is new, and the pass is strict.
         """
-        used = list(optimizers)
-        hooked = self._hooked
-        self._hooked = False
-        if self._guard is not None and held and (not hooked or self._guard.options == options(used)):
-            return
-        self._guard = Guard.of(modules, used, self._python())
+        self._guard = Guard.of(modules, optimizers, self._python())
         self._number = self._number_guard(self._guard, modules)
         if self._strict and self._number not in {key[0] for key in known_keys}:
             self._strict.refuse(
                 f"after its first pass over the data the {self._role} step needs another graph, because "
-                f"{self._change()}. Only the learning rate is an input of a graph: change the rest before fit, or "
-                "leave out strict"
+                f"{self._cause_of_snapshot()}. Only the learning rate is an input of a graph: change the rest before "
+                "fit, or leave out strict"
             )
 
-    def of(self, signature: int, steps: int, stacked: bool, updates: Iterable[Hashable]) -> tuple[Any, ...]:
-        """Return the key of the graph of some steps; no update plans mean that all steps do the same."""
+    def make_key(self, signature: int, steps: int, stacked: bool, updates: Iterable[Hashable]) -> tuple[Any, ...]:
+        """Return the key of the graph of some steps. `updates` has a plan for each step, or none if all are alike."""
         return (self._number, self._transform, signature, steps, stacked, *updates)
 
-    def cause(self, key: tuple[Any, ...], steps: int, known_keys: set[Any]) -> str:
-        """Explain why a call needs a graph of its own, for the report."""
+    def explain_capture(self, key: tuple[Any, ...], steps: int, known_keys: set[Any]) -> str:
+        """Explain why a call needs a new graph, for the report."""
         if not known_keys:
             return "it is the first step"
         if key in known_keys:
-            return "the step before it made new state"
+            return "the previous step created new state"
         if type(key[-1]) is int and any(other[:-1] == key[:-1] for other in known_keys):
-            return "the optimizer computes its numbers in another way"
+            return "the optimizer computes its numbers differently"
         guard, transform, signature = key[:3]
         if guard not in {other[0] for other in known_keys}:
-            return self._change()
+            return self._cause_of_snapshot()
         if transform not in {other[1] for other in known_keys}:
             return "the data have another device_transform"
         if signature not in {other[2] for other in known_keys}:
@@ -213,7 +217,7 @@ class GraphKeys:
             return "a batch of this shape is new together with the options and the Python of this step"
         if steps not in {other[3] for other in alike}:
             return f"{steps} step{'s run' if steps > 1 else ' runs'} as one graph"
-        return "it does something else with its gradients"
+        return "it uses its gradients differently"
 
-    def _change(self) -> str:
+    def _cause_of_snapshot(self) -> str:
         return self.changes.get(self._number, "its options changed")

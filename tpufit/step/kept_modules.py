@@ -1,4 +1,4 @@
-"""What a user's `Model` keeps beside its module: other modules, other models, single parameters."""
+"""The other modules, models and parameters among the attributes of a user's `Model`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import nn
 
 from ..metrics import is_collection, is_metric
 
-# The attributes of `Model` itself; a loss that is a module is known to the arguments of `compile`.
+# The attributes of `Model` itself. A loss that is a module is among the arguments of `compile`.
 _OURS = ("module", "optimizer", "loss", "loss_weights", "history")
 
-# The depth of lists and dicts that are looked through.
+# The depth to which nested lists and dicts are searched.
 _DEPTH = 3
 
 
 class Holder:
-    """The base of `Model`: what has a module, and may itself be kept by another model."""
+    """The base of `Model`: an object with a module, which another model may keep."""
 
     module: nn.Module
 
 
 def kept_modules(owner: Any) -> dict[str, nn.Module]:
-    """Return the modules among a model's attributes, and in lists, tuples and dicts there, by name.
+    """Return the modules among a model's attributes, and in their lists, tuples and dicts, by name.
 
-    Of another model among them it is that one's module. torchmetrics' objects are left out: a pass resets them.
+    A kept model counts as its module. torchmetrics' objects are left out, because each pass resets them.
 
     Example:
         >>> from types import SimpleNamespace
@@ -33,34 +33,34 @@ def kept_modules(owner: Any) -> dict[str, nn.Module]:
         >>> kept_modules(owner)
         {'teachers.0': Identity(), 'teachers.1': Tanh()}
     """
-    found: dict[str, nn.Module] = {}
-    for name, value in kept(owner):
+    modules: dict[str, nn.Module] = {}
+    for name, value in walk_kept(owner):
         part = value.module if isinstance(value, Holder) else value
-        if isinstance(part, nn.Module) and part is not owner.module and part not in found.values():
-            found[name] = part
-    return found
+        if isinstance(part, nn.Module) and part is not owner.module and part not in modules.values():
+            modules[name] = part
+    return modules
 
 
 def kept_parameters(owner: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters among a model's attributes that no module has, in the same places, by name."""
-    return {name: value for name, value in kept(owner) if isinstance(value, nn.Parameter)}
+    """Return the parameters among a model's attributes, and in their lists, tuples and dicts, by name."""
+    return {name: value for name, value in walk_kept(owner) if isinstance(value, nn.Parameter)}
 
 
-def kept(owner: Any) -> Iterator[tuple[str, Any]]:
+def walk_kept(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the modules, models and parameters among a model's attributes, by name."""
     for name, value in vars(owner).items():
         if name not in _OURS:
-            yield from _in(name, value, _DEPTH)
+            yield from _walk(name, value, _DEPTH)
 
 
-def _in(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+def _walk(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (Holder, nn.Parameter)):
         yield name, value
     elif isinstance(value, nn.Module):
         if not is_metric(value) and not is_collection(value):
             yield name, value
     elif depth and isinstance(value, (list, tuple, Mapping)):
-        # Not any mapping is a dict of the user's: logs wait for the device if they are read.
+        # Of mappings only dicts are read: reading lazy logs would wait for the device.
         items = value.items() if isinstance(value, dict) else () if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
-            yield from _in(f"{name}.{key}", item, depth - 1)
+            yield from _walk(f"{name}.{key}", item, depth - 1)

@@ -1,10 +1,11 @@
 """`StepMethods`: the pieces of a step that a subclass of `Model` may override or call.
 
-Steps are traced, like a `tf.function`: their Python runs while a graph is captured, and can't read a value from the
-device. For later batches the graph is replayed, without the Python.
+Steps are traced, like a `tf.function`: their Python runs while a graph is captured, and can't read values from the
+device. Later batches replay the graph, without the Python.
 """
 
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,9 +23,9 @@ from ..optimizers import drop_gradients, parameters
 from ..runtime import fetch, recomputing, to_device, tracing
 from ..utils.users_code import warn
 from . import precision
-from .arguments import call
 from .engine import Engine
 from .kept_modules import Holder
+from .module_call import call
 
 
 class EngineSlot:
@@ -37,8 +38,7 @@ class EngineSlot:
             engine: Engine = vars(model)["_engine"]
         except KeyError:
             raise ArgumentError(
-                f"{type(model).__name__}.__init__ must call super().__init__(module) before anything else is done with "
-                "the model"
+                f"{type(model).__name__}.__init__ must call super().__init__(module) before it uses the model"
             ) from None
         return engine
 
@@ -52,7 +52,7 @@ class EngineSlot:
 
 
 class CompileOption:
-    """An argument of `compile` that can be read, and set for the passes that follow."""
+    """An argument of `compile` that can be read, and set for the next passes."""
 
     def __set_name__(self, kind: type, name: str) -> None:
         self._name = name
@@ -84,8 +84,8 @@ class StepMethods(Holder):
         Args:
             x: A tensor or array, a tuple or list of them (passed as positional arguments) or a dict: by keyword,
                 without what `forward` doesn't name, or whole if it names none of the keys and takes one argument.
-            training: True or False computes as in training or not, e.g. with or without dropout (default: as the
-                module's layers are set, which a step does).
+            training: True computes as in training, e.g. with dropout, False as in an evaluation (default: in the
+                modes of the module's layers, which a step sets).
 
         Returns:
             The module's output. For host data after `fit` this waits for the device, and no gradient flows.
@@ -96,25 +96,36 @@ class StepMethods(Holder):
         engine = self._engine
         placement = engine.state.placement
         name = engine.config.precision
-        if torch.is_inference_mode_enabled() and not placement.on_host:  # there torch_xla can't make a tensor
+        if torch.is_inference_mode_enabled() and not placement.eager:  # torch_xla can't make tensors in inference mode
             with torch.inference_mode(False), torch.no_grad():
                 return self(x, training)
-        with turns.taken("model(x)"):
-            # Between replays the module's tensors are empty; a trace has put its own values there.
+        with turns.taking_turn("model(x)"):
+            # Between replays the module's tensors are empty; in a trace they have the trace's values.
             if not tracing():
                 engine.state.write_back()
             leaves, spec = tree_flatten(as_tensors(x))
             at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            from_host = any(leaves[i].device.type == "cpu" for i in at) and not placement.on_host
+            from_host = any(leaves[i].device.type == "cpu" for i in at) and placement.device.type != "cpu"
             if from_host:
                 for i, tensor in zip(at, to_device([leaves[i] for i in at], placement, Sharding.ROWS), strict=True):
                     leaves[i] = tensor
-            x = precision.inputs(name, tree_unflatten(leaves, spec))
-            modes = nullcontext() if training is None else engine.calling(training)
-            once = nullcontext() if placement.on_host or tracing() else recomputing({}, None)
-            with modes, once, precision.autocast(name, placement.device):
-                y_pred = call(self.module, x)
-            return fetch(y_pred, "outputs") if from_host and not tracing() else y_pred
+
+            def compute(tensors: list[Tensor], seed: Callable[[int], None] | None = None) -> Any:
+                if seed is not None:
+                    seed(0)
+                given = dict(zip(at, tensors, strict=True))
+                parts = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
+                x = precision.cast_inputs(name, tree_unflatten(parts, spec))
+                modes = nullcontext() if training is None else engine.calling(training)
+                once = nullcontext() if placement.eager or tracing() else recomputing({}, None)
+                with modes, once, precision.autocast(name, placement.device):
+                    return call(self.module, x, engine.compiled_module)
+
+            tensors = [leaves[i] for i in at]
+            if not from_host or tracing():
+                return compute(tensors)
+            y_pred = engine.run_once(tensors, compute) if placement.shares_only_steps else compute(tensors)
+            return fetch(y_pred, "outputs")
 
     def train_step(self, batch: Any) -> dict[str, Any]:
         """Update the weights once. Override this for a custom training step.
@@ -124,11 +135,11 @@ class StepMethods(Holder):
                 device.
 
         Returns:
-            Scalars by name, each the mean over the batch: tensors, or numbers that stay the same. The logs are their
-            running means over the epoch, plus the metrics; a batch counts by what its loss is the mean over, see
-            `average`. torchmetrics objects among the model's attributes,
-            which a step of your own updates, are logged too: under the attribute's name, or under the one that
-            `{"name": self.metric.compute()}` gives. Those of a `MetricCollection` have the names that it gives them.
+            Scalars by name, each the mean over the batch: tensors, or constant numbers. The logs are their running
+            means over the epoch, plus the metrics; a batch's weight is the denominator of its loss, see `average`.
+            torchmetrics objects among the model's attributes, which your own step updates, are logged too: under
+            the attribute's name, or under `"name"` if the step returns `{"name": self.metric.compute()}`. The metrics
+            of a `MetricCollection` keep the names that the collection gives them.
         """
         x, y, sample_weight = unpack(batch)
         y_pred = self(x)
@@ -137,7 +148,7 @@ class StepMethods(Holder):
         return {"loss": loss, **self.compute_metrics(x, y, y_pred, sample_weight)}
 
     def test_step(self, batch: Any) -> dict[str, Any]:
-        """Evaluate one batch: as `train_step`, but without gradients and without an update."""
+        """Evaluate one batch, like `train_step` without gradients and without an update."""
         x, y, sample_weight = unpack(batch)
         y_pred = self(x)
         loss = _loss(self, x, y, y_pred, sample_weight, training=False)
@@ -146,22 +157,22 @@ class StepMethods(Holder):
     def predict_step(self, batch: Any) -> Any:
         """Compute the outputs for a batch: a tensor or a nest of tensors, with the batch's rows as first dimension.
 
-        What a Hugging Face model returns is reduced to its logits, if it has some.
+        The output of a Hugging Face model is reduced to its logits, if it has any.
         """
         x, _, _ = unpack(batch)
-        y_pred = losses.logits_of(self(x))
-        # A vector alone may be a batch of numbers, but then each of them has an output.
+        y_pred = losses.extract_logits(self(x))
+        # A single vector may be a batch of numbers, but then each number has an output.
         if isinstance(x, Tensor) and isinstance(y_pred, Tensor) and x.dim() == 1 and y_pred.shape[:1] != x.shape:
             raise BatchError(
-                f"x gives single rows, not batches: of x of shape {tuple(x.shape)} the module makes an output of shape "
-                f"{tuple(y_pred.shape)}. Pass one array with all rows, a Dataset, or batches of shape (rows, ...)"
+                f"x gives single rows, not batches: from x of shape {tuple(x.shape)} the module makes an output of "
+                f"shape {tuple(y_pred.shape)}. Pass one array with all rows, a Dataset, or batches of shape (rows, ...)"
             )
         return y_pred
 
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
     ) -> Tensor:
-        """Compute the loss of a batch, a scalar in float32. Several losses are summed by weight, and each is logged.
+        """Compute the loss of a batch, a scalar in float32. Several losses are summed by weight and logged separately.
 
         Args:
             x: The inputs, for a loss of your own.
@@ -173,45 +184,46 @@ class StepMethods(Holder):
 
         Raises:
             NotCompiledError: `compile` was given no loss.
-            ArgumentError, DataError: The losses are for other outputs than those of the module or of the targets.
+            ArgumentError, DataError: The losses don't fit the outputs of the module or the targets.
             LabelError: A label of this batch is outside the module's classes.
         """
         engine = self._engine
-        loss = losses.required(engine.config.loss, "compute_loss")
+        loss = losses.require_loss(engine.config.loss, "compute_loss")
         if isinstance(loss, losses.ModuleLoss):
-            return loss(y_pred, y, sample_weight)  # what it is the mean over, the module's own losses have noted
-        y_pred, y = _compared(x, y, y_pred)
+            return loss(y_pred, y, sample_weight)  # `LossWatch` notes the denominators of the losses inside
+        y_pred, y = _prepare_comparison(x, y, y_pred)
         if y is None:
             raise DataError(
-                "the loss needs targets, but the batches hold only x: yield (x, y) or override compute_loss"
+                "the loss needs targets, but the batches have only x: yield (x, y) or override compute_loss"
             )
         loss.check_labels(engine.context.labels, y_pred)
         if isinstance(loss, losses.SharedLoss):
             loss = loss.of(y)
         if isinstance(loss, losses.Loss):
-            return _noted(engine, loss.measure(y_pred, y, sample_weight))
+            return _note_weight(engine, loss.measure(y_pred, y, sample_weight))
         means = loss.measure(y_pred, y, sample_weight)
-        parts = {key: _noted(engine, mean) for key, mean in means.items()}
+        parts = {key: _note_weight(engine, mean) for key, mean in means.items()}
         total = loss.total(parts)
         if engine.context.rows:
             averages = engine.context.averages
             weights = {key: averages.of(part)[0].weight for key, part in parts.items()}
             for key, part in parts.items():
                 averages.note(part, [losses.Mean(part, weights[key])])
-            averages.note(total, [losses.Mean(part, weights[key]) for key, part in loss.weighed(parts).items()])
+            averages.note(total, [losses.Mean(part, weights[key]) for key, part in loss.weight_parts(parts).items()])
             engine.context.metrics.note(loss.logs(parts))
         return total
 
     def average(self, values: Tensor, weights: Any = None) -> Tensor:
-        """Average the losses of a batch, and let the batch count by their weights.
+        """Average the losses of a batch, and weight the batch by the sum of their weights.
 
-        Epoch logs, evaluations and `accumulate_steps` put batches together. A loss that tpufit or PyTorch computes
-        counts there by what it is the mean over. Your own counts by the rows of the targets, unless it is made here.
+        Epoch logs, evaluations and `accumulate_steps` average over batches. A batch's weight is the denominator of its
+        mean loss, if tpufit or PyTorch computes the loss, e.g. the number of tokens. For your own loss it is the number
+        of rows of the targets, unless `average` computes the loss.
 
         Args:
-            values: The losses of rows or elements, shape `(batch, ...)`; or one number, which is their mean already.
-            weights: One for each row or element, such as a mask; for one number the sum of all weights (default: 1 for
-                each element).
+            values: The losses of rows or elements, shape `(batch, ...)`; or their mean, a scalar.
+            weights: A weight for each row or element, such as a mask; with a scalar, the sum of all weights (default:
+                1 for each element).
 
         Returns:
             The mean, a scalar: the sum of `values * weights`, divided by the sum of `weights`.
@@ -229,14 +241,14 @@ class StepMethods(Holder):
             >>> model.evaluate(torch.ones(4, 1), torch.tensor([[3.0], [0.0], [0.0], [0.0]]), batch_size=2, verbose=0)
             2.0
         """
-        return _noted(self._engine, losses.mean_of(values, weights))
+        return _note_weight(self._engine, losses.weighted_mean(values, weights))
 
     def apply_gradients(self, loss: Tensor, optimizer: Optimizer | None = None) -> None:
         """Compute the gradients of the loss and let the optimizer take one step.
 
         Args:
             loss: A scalar.
-            optimizer: The optimizer, over parameters of this module (default: the one of `compile`).
+            optimizer: The optimizer, over parameters of this module (default: the optimizer of `compile`).
 
         Raises:
             NotCompiledError: There is no optimizer.
@@ -249,15 +261,15 @@ class StepMethods(Holder):
         if not any(parameter.requires_grad for parameter in parameters(optimizer)):
             warn("the optimizer has nothing to train: the module has no parameters, or none that requires a gradient")
             return
-        own = engine.state.attach(optimizer)
+        state = engine.state.attach(optimizer)
         optimizer.zero_grad()
-        own.backward(loss, engine.context.averages)
-        own.step(engine.context)
+        state.backward(loss, engine.context.averages)
+        state.step(engine.context)
         engine.state.note_unused_gradients()
-        if not engine.state.placement.on_host:
-            drop_gradients(optimizer)  # kept ones would be outputs of the graph, as large as the weights
+        if not engine.state.placement.eager:
+            drop_gradients(optimizer)  # else they would be outputs of the graph, as large as the weights
             engine.state.drop_unused_gradients()
-        engine.state.pin(own)
+        engine.state.pin(state)
 
     def update_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Add a batch to the metrics of `compile`.
@@ -266,12 +278,12 @@ class StepMethods(Holder):
             x: The inputs, for metrics of your own.
             y: The targets.
             y_pred: The module's output.
-            sample_weight: As in `compute_loss`. Only metrics in `weighted_metrics` weigh, as in Keras.
+            sample_weight: As in `compute_loss`. Only metrics in `weighted_metrics` use it, as in Keras.
         """
-        self._engine.context.metrics.update_metrics(*_compared(x, y, y_pred), sample_weight)
+        self._engine.context.metrics.update_metrics(*_prepare_comparison(x, y, y_pred), sample_weight)
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
-        """Add a batch to the metrics, and give what else to log of it. Override this for logs of your own.
+        """Add a batch to the metrics, and return further logs of the batch. Override this for logs of your own.
 
         Args:
             x: The inputs, for metrics of your own.
@@ -280,8 +292,8 @@ class StepMethods(Holder):
             sample_weight: As in `update_metrics`.
 
         Returns:
-            Scalars by name, as `train_step` returns them (default: none). The metrics themselves are not among them:
-            their values are known only once the steps have run, see `get_metrics_result`.
+            Scalars by name, as `train_step` returns them (default: none). The metrics themselves are not included,
+            because their values are known only after the steps have run, see `get_metrics_result`.
 
         Source: `keras.Model.compute_metrics`.
         """
@@ -289,9 +301,9 @@ class StepMethods(Holder):
         return {}
 
     def get_metrics_result(self) -> dict[str, Any]:
-        """Compute the logs of the pass run last. Override this for logs made of others: it is called after each pass.
+        """Compute the logs of the last pass. Override this to derive logs from others; it is called after each pass.
 
-        **This waits** for the device. Inside a step, where no value is known yet, there are none.
+        **This waits** for the device. Inside a step, where no value is known yet, it returns an empty dict.
 
         Returns:
             The loss and the metrics, as floats by name; empty before the first step.
@@ -311,29 +323,29 @@ class StepMethods(Holder):
         Source: `keras.Model.get_metrics_result`.
         """
         engine = self._engine
-        return {} if engine.latest is None or engine.context.rows else engine.latest.computed()
+        return {} if engine.latest is None or engine.context.rows else engine.latest.compute_logs()
 
 
-def is_usual(model: Any, *methods: str) -> bool:
-    """True if a model has these methods as they are here."""
+def uses_default(model: Any, *methods: str) -> bool:
+    """True if a model doesn't override these methods."""
     return all(getattr(getattr(model, name), "__func__", None) is getattr(StepMethods, name) for name in methods)
 
 
 def _loss(model: StepMethods, *batch: Any, training: bool) -> Tensor:
-    """Compute the loss of `(x, y, y_pred, sample_weight)`. An override need not take `training`, as in Keras."""
-    takes = is_usual(model, "compute_loss") or "training" in inspect.signature(model.compute_loss).parameters
+    """Compute the loss of `(x, y, y_pred, sample_weight)`. As in Keras, an override may leave out `training`."""
+    takes = uses_default(model, "compute_loss") or "training" in inspect.signature(model.compute_loss).parameters
     return model.compute_loss(*batch, **({"training": training} if takes else {}))
 
 
-def _noted(engine: Engine, mean: losses.Mean) -> Tensor:
-    """Note what a loss of the running step is the mean over, and return the loss."""
+def _note_weight(engine: Engine, mean: losses.Mean) -> Tensor:
+    """Note the weight of a loss of the running step, and return the loss."""
     if engine.context.rows and mean.weight is not None:
         engine.context.averages.note(mean.value, [mean])
     loss: Tensor = mean.value
     return loss
 
 
-def _compared(x: Any, y: Any, y_pred: Any) -> tuple[Any, Any]:
-    """The output and the targets of a batch, as losses and metrics compare them."""
-    y = losses.targets_of(x, y)
-    return losses.logits_of(y_pred) if isinstance(y, Tensor) else y_pred, y
+def _prepare_comparison(x: Any, y: Any, y_pred: Any) -> tuple[Any, Any]:
+    """Return the targets and the output of a batch in the form in which losses and metrics compare them."""
+    y = losses.find_targets(x, y)
+    return losses.extract_logits(y_pred) if isinstance(y, Tensor) else y_pred, y

@@ -1,4 +1,4 @@
-"""The user's module: which ones can be trained, and their modes."""
+"""The user's module: whether tpufit can train it, and the training modes of its parts."""
 
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,33 +12,39 @@ from ..errors import ArgumentError, PlacementError
 from ..utils.users_code import warn
 
 
-def usable(module: object) -> nn.Module:
-    """Return the module, without `torch.compile` around it.
+def unwrap_module(module: object) -> nn.Module:
+    """Return the module without a wrapper of `torch.compile`.
 
     Raises:
-        ArgumentError: It is no module, or it has a part that torch.compile or torch.jit made for other devices.
+        ArgumentError: It is no module, or torch.compile or torch.jit has compiled a part of it.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"tpufit.Model wraps a torch.nn.Module (an instance), got {module!r}")
     original = dict(module.named_children()).get("_orig_mod")
     if original is not None:
-        warn("torch.compile has no effect here: tpufit uses the module inside, and compiles its steps for the device")
+        warn(
+            "torch.compile has no effect here: tpufit uses the module inside, and compiles its steps for the device. "
+            "On a GPU compile(jit_compile=True) calls torch.compile"
+        )
         module = original
     for name, layer in module.named_modules():
         what = f"the layer {name!r}" if name else "the module"
         if isinstance(layer, torch.jit.ScriptModule):
-            raise ArgumentError(f"{what} was made by torch.jit, which can't be traced for XLA: pass the original one")
+            raise ArgumentError(f"{what} was made by torch.jit, which can't be traced for XLA: pass the original")
         if name.endswith("_orig_mod") or getattr(layer, "_compiled_call_impl", None) is not None:
             what = what.replace("._orig_mod", "")
-            raise ArgumentError(f"{what} was compiled by torch.compile, which knows no XLA device: pass it uncompiled")
+            raise ArgumentError(
+                f"{what} was compiled by torch.compile, which knows no XLA device: pass it uncompiled. On a GPU "
+                "compile(jit_compile=True) calls torch.compile"
+            )
     return module
 
 
 def refuse_host_inputs(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Refuse inputs on the host for a module on the device: a forward pre-hook of the user's module while it is there.
+    """Refuse inputs on the host: a forward pre-hook of the user's module while the module is on the device.
 
     Raises:
-        PlacementError: There are some.
+        PlacementError: An input is on the host.
     """
     parameter = next(module.parameters(), None)
     if parameter is None or parameter.device.type in ("cpu", "meta"):
@@ -46,15 +52,15 @@ def refuse_host_inputs(module: nn.Module, args: Any, kwargs: Any) -> None:
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if any(tensor.device.type == "cpu" and tensor.dim() for tensor in given):
         raise PlacementError(
-            f"{type(module).__name__} is on the device since it was trained, and its input is on the host. Call the "
+            f"{type(module).__name__} is on the device since its training, and its input is on the host. Call the "
             "tpufit.Model instead, model(x), which takes both, or model.predict(x); or bring the module back with "
             "model.to_cpu()"
         )
 
 
 @contextmanager
-def modes_kept(*modules: nn.Module) -> Iterator[None]:
-    """Restore the mode of each layer, training or not, at the end."""
+def keeping_modes(*modules: nn.Module) -> Iterator[None]:
+    """A context that restores each layer's mode, training or eval, at its end."""
     modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
         yield
@@ -64,81 +70,82 @@ def modes_kept(*modules: nn.Module) -> Iterator[None]:
 
 
 def train(module: nn.Module, learns: Container[int], modes: Mapping[int, bool] | None = None) -> None:
-    """Put a module into training mode, but for the parts that rest: in eval mode, and with nothing in them that learns.
+    """Put a module into training mode, except the parts that rest: frozen parts that the user put into eval mode.
 
-    Such a part was put into eval mode by itself, while the module around it was in training mode. A module that is in
-    eval mode as a whole, as Hugging Face's come, says nothing of its parts: there only frozen norms keep their
-    statistics.
+    A part rests only if the module around it was in training mode. If the whole module is in eval mode, as Hugging
+    Face's modules come, the user has chosen no parts: then only frozen norms rest and keep their statistics.
 
     Args:
         module: The module.
         learns: The `id` of each parameter that learns.
-        modes: The mode of each part, by its `id`, as the user has set it (default: as it is).
+        modes: The mode of each part, by its `id`, as the user has set it (default: the current mode).
     """
     was = {id(part): part.training if modes is None else modes[id(part)] for part in module.modules()}
-    resting = [] if all(was.values()) else _resting(module, was, _learning(module, learns), True, False)
+    resting = [] if all(was.values()) else _find_resting(module, was, _find_learning(module, learns), True, False)
     module.train()
     for part in resting:
         part.training = False
 
 
-def _resting(
+def _find_resting(
     part: nn.Module, was: Mapping[int, bool], learning: Mapping[int, bool | None], around: bool, frozen: bool
 ) -> list[nn.Module]:
-    """List the parts that rest; the part around this one was in training mode, or is `frozen`."""
-    own = was[id(part)]
+    """List the parts that rest; `around`: the part around this one was in training mode; `frozen`: it doesn't learn."""
+    training = was[id(part)]
     learned = learning[id(part)]
-    if not own and not learned and around:
+    if not training and not learned and around:
         return [inner for inner in part.modules() if not was[id(inner)]]
     frozen = not learned and (frozen or learned is False)
-    found = [part] if not own and frozen and getattr(part, "running_mean", None) is not None else []
-    return found + [rests for child in part.children() for rests in _resting(child, was, learning, own, frozen)]
+    norm = [part] if not training and frozen and getattr(part, "running_mean", None) is not None else []
+    return norm + [
+        rests for child in part.children() for rests in _find_resting(child, was, learning, training, frozen)
+    ]
 
 
-def _learning(module: nn.Module, learns: Container[int]) -> dict[int, bool | None]:
-    """Tell of each part, by its `id`, if a parameter in it learns; None if there is none in it."""
-    found: dict[int, bool | None] = {}
+def _find_learning(module: nn.Module, learns: Container[int]) -> dict[int, bool | None]:
+    """Return for each part, by its `id`, whether a parameter in it learns; None if it has no parameter."""
+    learning: dict[int, bool | None] = {}
 
-    def look(part: nn.Module) -> bool | None:
-        if id(part) not in found:
+    def visit(part: nn.Module) -> bool | None:
+        if id(part) not in learning:
             each = [id(p) in learns for p in part.parameters(recurse=False)]
-            inner = [own for child in part.children() if (own := look(child)) is not None]
-            found[id(part)] = any(each + inner) if each or inner else None
-        return found[id(part)]
+            inner = [learned for child in part.children() if (learned := visit(child)) is not None]
+            learning[id(part)] = any(each + inner) if each or inner else None
+        return learning[id(part)]
 
-    look(module)
-    return found
+    visit(module)
+    return learning
 
 
 class Modes:
-    """The modes of a module's parts as the user has set them. `fit` leaves all in eval mode, which says nothing."""
+    """The modes of a module's parts as the user has set them, since `fit` puts all parts into eval mode at its end."""
 
     def __init__(self) -> None:
-        # What the last `fit` has put into eval mode, by `id`: each part, and whether something in it learned.
-        self._left: dict[int, tuple[nn.Module, bool]] = {}
+        # The parts that the last `fit` has put into eval mode, by `id`, each with whether a parameter in it learned.
+        self._put_to_eval: dict[int, tuple[nn.Module, bool]] = {}
         self._set: dict[int, bool] = {}
 
     def note(self, module: nn.Module, learns: Container[int]) -> None:
-        """Note the modes as they are. A part that `fit` has left in eval mode was set to training.
+        """Note the current modes. A part that `fit` has put into eval mode counts as set to training.
 
-        Not so if it has been frozen since: then it is in the mode that the user sees.
+        If the part was frozen since then, it counts as set to its current mode.
         """
-        ours = set(self._left)
+        ours = set(self._put_to_eval)
         if ours:
-            learning = _learning(module, learns)
-            for part, learned in self._left.values():
+            learning = _find_learning(module, learns)
+            for part, learned in self._put_to_eval.values():
                 if learned and not learning.get(id(part)):
                     ours -= {id(inner) for inner in part.modules()}
         self._set = {id(part): part.training or id(part) in ours for part in module.modules()}
 
     def train(self, module: nn.Module, learns: Container[int]) -> None:
-        """Put a module into training mode, but for the parts that rest, see `train`."""
+        """Put a module into training mode, except the parts that rest, see `train`."""
         train(module, learns, {id(part): self._set.get(id(part), part.training) for part in module.modules()})
 
     def leave(self, module: nn.Module, learns: Container[int]) -> None:
-        """Put a module into eval mode, as `fit` does."""
-        learning = _learning(module, learns)
-        resting = set(map(id, _resting(module, self._set, learning, True, False)))
+        """Put a module into eval mode at the end of `fit`."""
+        learning = _find_learning(module, learns)
+        resting = set(map(id, _find_resting(module, self._set, learning, True, False)))
         trained = [part for part in module.modules() if id(part) not in resting]
-        self._left = {id(part): (part, bool(learning[id(part)])) for part in trained}
+        self._put_to_eval = {id(part): (part, bool(learning[id(part)])) for part in trained}
         module.eval()

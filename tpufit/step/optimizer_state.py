@@ -1,5 +1,7 @@
 """`OptimizerState`: one optimizer, and everything that its steps change besides the weights."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
@@ -22,8 +24,8 @@ from ..optimizers import (
     parameters,
     share_counters,
 )
-from ..runtime import without_unsharding
-from ..utils.compiling import compiling
+from ..runtime import unguarding, without_unsharding
+from ..utils.is_compiling import compiling
 from ..utils.json_codec import is_json
 from ..utils.replaced import replaced
 from .config import CompileConfig
@@ -33,7 +35,12 @@ from .context import StepContext
 class OptimizerState:
     """One optimizer, and everything that its steps change besides the weights.
 
-    `split` splits the gradients of parameters like these, if the parameters are split.
+    Args:
+        optimizer: The optimizer.
+        config: The arguments of `compile`.
+        split: Shards the gradients of sharded parameters like the parameters (default: does nothing).
+        outer: The state of the optimizer that keeps this one, as SAM keeps a base optimizer: both use the
+            accumulators and averages of `outer` (default: none).
     """
 
     def __init__(
@@ -41,19 +48,28 @@ class OptimizerState:
         optimizer: Optimizer,
         config: CompileConfig,
         split: Callable[[list[nn.Parameter]], None] = lambda parameters: None,
+        outer: OptimizerState | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.outer = outer
+        self.inner: list[Optimizer] = []
+        if outer is not None:
+            outer.inner.append(optimizer)
         self._config = config
         self._split = split
-        self.rates: DeviceRates | None = None  # on the device; None on the host, and before the first step
-        # With `accumulate_steps`: of the parts of a loss that are means over different weights, mostly one.
+        self.rates: DeviceRates | None = None  # on the device; None on the host and before the first step
+        # With `accumulate_steps`: one for each part of a loss with a different denominator, mostly one.
         self.accumulators: list[Accumulator] = []
         self.ema: EMA | None = None  # with `use_ema`
-        self._own_step: Callable[..., Any] | None = None  # the optimizer's own step, while `taking_steps` hides it
-        # In this step: the parameters that had a gradient so far, and True if `backward` has added the gradients.
+        self._original_step: Callable[..., Any] | None = (
+            None  # the optimizer's method `step`, while `taking_steps` replaces it
+        )
+        # In this step: the parameters that had a gradient so far, and whether `backward` has added the gradients.
         self._having: set[nn.Parameter] = set()
         self._added = False
-        self._cleared = self._spent = False  # in this step: the gradients were cleared, and then used
+        self.cleared = self._spent = False  # in this step: whether the gradients were cleared, and then used
+        self.updating = False  # True during its step
+        self._counts_there: set[str] = set()  # the names of scalar state that was on the device
 
     def create(self, shares: bool) -> None:
         """Create all tensors before the first step, so that the first two steps share one graph.
@@ -63,6 +79,8 @@ class OptimizerState:
         create_state(self.optimizer)
         if shares:
             share_counters(self.optimizer)
+        if self.outer is not None:
+            return
         for part in self.kept:
             part.extend()
         if self._accumulates and not self.accumulators:
@@ -75,39 +93,58 @@ class OptimizerState:
         return self._config.gradients.accumulate_steps > 1
 
     @property
+    def sends_rates(self) -> bool:
+        """True if its rates are inputs of each step: there are rates, and no kept optimizer has all of its groups."""
+        if not self.inner:
+            return self.rates is not None
+        if not any("lr" in group for group in self.optimizer.param_groups):
+            return False
+        elsewhere = {id(group) for optimizer in self.inner for group in optimizer.param_groups}
+        return self.rates is not None and not elsewhere.issuperset(map(id, self.optimizer.param_groups))
+
+    @property
     def kept(self) -> list[Accumulator | EMA]:
         """The accumulators and the averages, if they exist."""
         return [*self.accumulators, *([] if self.ema is None else [self.ema])]
 
+    def device_state(self) -> list[Tensor]:
+        """Return the optimizer's state that belongs on the device, including counts that its steps created there."""
+        named = [(name, value) for state in self.optimizer.state.values() for name, value in state.items()]
+        with unguarding():
+            counts = [(name, value) for name, value in named if isinstance(value, Tensor) and not value.dim()]
+            self._counts_there |= {name for name, value in counts if value.device.type != "cpu"}
+            tensors = [*device_state(self.optimizer), *(value for name, value in counts if name in self._counts_there)]
+        return list({id(value): value for value in tensors}.values())
+
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor that a step changes, weights among them."""
+        """Every tensor that a step changes, including the weights."""
         return [
             *parameters(self.optimizer),
-            *device_state(self.optimizer),
+            *self.device_state(),
             *(tensor for part in self.kept for tensor in part.tensors),
         ]
 
-    def beside(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what is kept of each parameter, with the parameter."""
+    def walk_parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each tensor that is kept for a parameter, with the parameter first."""
         for parameter, state in self.optimizer.state.items():
             yield from ((parameter, value) for value in state.values() if isinstance(value, Tensor))
         for part in self.kept:
-            yield from part.beside
+            yield from part.by_parameter
 
     @contextmanager
     def taking_steps(self, context: StepContext, on_step: Callable[[], None]) -> Iterator[Callable[[bool], None]]:
-        """A context in which the user's own `optimizer.step()` does what `apply_gradients` does, then calls `on_step`.
+        """A context in which the user's `optimizer.step()` does what `apply_gradients` does, then calls `on_step`.
 
-        It gives the function that clears the gradients, in place of the optimizer's own. Gradients that a step clears
-        before it uses them are dropped at its end: no other step can see them, and they would be outputs of its graph,
-        as large as the weights.
+        It yields the function that replaces `optimizer.zero_grad`. If a step clears the gradients before it computes
+        and uses them, they are dropped at its end: no other step can see them, and they would be outputs of the
+        graph, as large as the weights.
         """
         optimizer = self.optimizer
-        own_step = optimizer.step
+        original_step = optimizer.step
         zero_grad = optimizer.zero_grad
 
-        @wraps(own_step)  # a scheduler looks for a mark of its own on it
+        @wraps(original_step)  # copies the attribute by which schedulers recognise the method that they have patched
         def step(closure: Callable[[], Any] | None = None) -> Any:
             loss = self.step(context, closure)
             on_step()
@@ -115,11 +152,11 @@ class OptimizerState:
 
         @wraps(zero_grad)
         def clear(set_to_none: bool = True) -> None:
-            self._cleared = True
+            (self.outer or self).cleared = True
             zero_grad(set_to_none)
 
-        self._own_step = own_step
-        self._cleared = self._spent = self._added = False
+        self._original_step = original_step
+        self.cleared = self._spent = self._added = False
         self._having = set()
         try:
             with replaced(optimizer, step=step, zero_grad=clear):
@@ -127,13 +164,16 @@ class OptimizerState:
             if self._spent and self.rates is not None:
                 drop_gradients(optimizer)
         finally:
-            self._own_step = None
+            self._original_step = None
 
     def backward(self, loss: Tensor, averages: Averages) -> None:
-        """Compute the gradients of a loss; with `accumulate_steps` add them to those of the batches before.
+        """Compute the gradients of a loss; with `accumulate_steps` add them to the accumulated gradients.
 
-        The parts of a loss that are means over different weights are added up apart, each in a backward pass.
+        Each part of a loss with a different denominator has its own backward pass and accumulator.
         """
+        if self.outer is not None:
+            self.outer.backward(loss, averages)
+            return
         if not self._accumulates:
             loss.backward()
             return
@@ -144,7 +184,7 @@ class OptimizerState:
             self._accumulate(slot, mean.weight)
             if not last:
                 drop_gradients(self.optimizer)
-        averages.pop_weight()  # a watch has seen these backward passes, too
+        averages.pop_weight()  # a `LossWatch` has noted these backward passes
         self._added = True
 
     def _accumulate(self, slot: int, weight: Weight | None) -> None:
@@ -157,16 +197,25 @@ class OptimizerState:
     def step(self, context: StepContext, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights from the gradients, as the step's update plan says, and return the closure's loss.
 
-        Gradients that a closure computes, for an optimizer that calls one itself, are not clipped.
+        Gradients that a closure computes aren't clipped, because the optimizer calls the closure itself.
 
         Raises:
             ArgumentError: There is a closure, and `accumulate_steps` is above 1.
         """
+        lead = self.outer or self
+        if lead.updating:  # a part of the outer optimizer's step, which has prepared the gradients
+            return self._take_step(closure)
         context.stepped = True
         with without_unsharding():
-            return self._step(context, closure)
+            return lead.step_by(context, closure, self._take_step)
 
-    def _step(self, context: StepContext, closure: Callable[[], Any] | None) -> Any:
+    def step_by(
+        self,
+        context: StepContext,
+        closure: Callable[[], Any] | None,
+        take_step: Callable[[Callable[[], Any] | None], Any],
+    ) -> Any:
+        """Do as `step`; `take_step` calls the step of the optimizer, or of an optimizer that it keeps."""
         plan = context.update
         loss = None
         if self._accumulates:
@@ -185,52 +234,66 @@ class OptimizerState:
         elif closure is None:
             self._split(parameters(self.optimizer))
         if plan.takes_step:
-            loss = self._update(plan, closure)
-        self._spent = self._cleared
+            loss = self._update(plan, closure, take_step)
+        self._spent = self.cleared
         return loss
 
-    def _update(self, plan: UpdatePlan, closure: Callable[[], Any] | None) -> Any:
+    def _update(
+        self,
+        plan: UpdatePlan,
+        closure: Callable[[], Any] | None,
+        take_step: Callable[[Callable[[], Any] | None], Any],
+    ) -> Any:
         # Clipped after the release: the limits are for the mean gradient over all accumulated rows.
         if closure is None:
             self._config.gradients.clip(parameters(self.optimizer))
-        # PyTorch's optimizers were measured as they are, not as they are compiled.
-        with nullcontext() if self.rates is None else self.rates.stepping(), compiling(False):
-            loss = (self._own_step or self.optimizer.step)(*([] if closure is None else [closure]))
+        self.updating = True
+        try:
+            loss = take_step(closure)
+        finally:
+            self.updating = False
         if self.ema is not None and self._config.ema is not None:
             self.ema.update(self._config.ema.momentum, plan.overwrites)
         return loss
 
-    def tensors_by_name(self, own: str, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Return the live tensors by their names in checkpoints, made of `own` and of the parameters' names by `id`."""
-        found = {
-            f"{own}/{key}/{names[id(parameter)]}": value
+    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
+        # `compiling(False)`: PyTorch's optimizers were measured in their eager form.
+        with nullcontext() if self.rates is None else self.rates.stepping(), compiling(False):
+            return (self._original_step or self.optimizer.step)(*([] if closure is None else [closure]))
+
+    def tensors_by_name(self, prefix: str, names: Mapping[int, str]) -> dict[str, Tensor]:
+        """Return the live tensors by their names in checkpoints, made of `prefix` and the parameters' names by `id`."""
+        tensors = {
+            f"{prefix}/{key}/{names[id(parameter)]}": value
             for parameter, state in self.optimizer.state.items()
             for key, value in state.items()
             if isinstance(value, Tensor)
         }
         parts: list[tuple[str, Accumulator | EMA]] = [
-            (_accumulated(slot), part) for slot, part in enumerate(self.accumulators)
+            (_accumulator_kind(slot), part) for slot, part in enumerate(self.accumulators)
         ]
         for kind, part in [*parts, *([] if self.ema is None else [("average", self.ema)])]:
-            found |= {f"{kind}/{own}/{key}": t for key, t in part.named(names).items()}
-        return found
+            tensors |= {f"{kind}/{prefix}/{key}": t for key, t in part.named(names).items()}
+        return tensors
 
     def options(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """Return the optimizer's options and numbers, as JSON holds them; the parameters' names come by their `id`."""
+        """Return the optimizer's options and numbers as JSON; `names` has the parameters' names by `id`."""
+        self.device_state()
         return {
             "class": type(self.optimizer).__name__,
             "groups": [
                 {"params": [names[id(p)] for p in group["params"]]}
-                | {key: plain for key, value in group.items() if key != "params" and is_json(plain := _listed(value))}
+                | {key: plain for key, value in group.items() if key != "params" and is_json(plain := _to_plain(value))}
                 for group in self.optimizer.param_groups
             ],
             "numbers": {
                 names[id(parameter)]: {key: value for key, value in state.items() if is_json(value)}
                 for parameter, state in self.optimizer.state.items()
             },
+            "counts_on_device": sorted(self._counts_there),
         }
 
-    def check_options(self, own: str, names: Mapping[int, str], given: Mapping[str, Any]) -> None:
+    def check_options(self, name: str, names: Mapping[int, str], given: Mapping[str, Any]) -> None:
         """Check that saved options are of an optimizer of this class with these groups.
 
         Raises:
@@ -239,16 +302,16 @@ class OptimizerState:
         kind = type(self.optimizer).__name__
         if kind != given["class"]:
             raise CheckpointMismatchError(
-                f"the checkpoint is of {given['class']}, and {own} is {kind}: compile with the same optimizer, or load "
-                "the weights alone, with load_weights"
+                f"the checkpoint is of {given['class']}, and {name} is {kind}: compile with the same optimizer, or "
+                "load the weights alone, with load_weights"
             )
         groups = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         before = [group["params"] for group in given["groups"]]
         if groups != before:
             sizes = [[len(group) for group in which] for which in (before, groups)]
             raise CheckpointMismatchError(
-                f"the parameter groups of {own} ({kind}) differ: {sizes[0]} parameters then, {sizes[1]} now, or "
-                "different ones. Build the groups as before"
+                f"the parameter groups of {name} ({kind}) differ: {sizes[0]} parameters then, {sizes[1]} now, or "
+                "different parameters. Build the groups as before"
             )
 
     def load_options(self, names: Mapping[int, str], given: Mapping[str, Any]) -> None:
@@ -263,34 +326,42 @@ class OptimizerState:
                 self.optimizer.state[parameter].update(numbers)
 
     def drop_parts(self) -> None:
-        """Drop the accumulators of all parts of a loss but the first; `adopt` makes those of a checkpoint."""
+        """Drop all accumulators but the first; `adopt` creates the accumulators of a checkpoint."""
         del self.accumulators[1:]
 
-    def adopt(self, own: str, named: Mapping[str, nn.Parameter], given: Mapping[str, Tensor]) -> None:
-        """Load state that the optimizer creates only in its first step, and hasn't yet; unshare step counters."""
-        while self._accumulates and any(n.startswith(f"{_accumulated(len(self.accumulators))}/{own}/") for n in given):
+    def adopt(
+        self, prefix: str, named: Mapping[str, nn.Parameter], given: Mapping[str, Tensor], options: Mapping[str, Any]
+    ) -> None:
+        """Load state that the optimizer will create only in its first step; unshare step counters.
+
+        `device_state` lists the state that was on the device, according to the saved options.
+        """
+        self._counts_there |= {*options.get("counts_on_device", ())}
+        while self._accumulates and any(
+            n.startswith(f"{_accumulator_kind(len(self.accumulators))}/{prefix}/") for n in given
+        ):
             self.accumulators.append(Accumulator(self.optimizer))
         for full, value in given.items():  # optimizer/key/parameter
             owner, _, rest = full.partition("/")
             key, _, name = rest.partition("/")
-            if owner == own and name in named and key not in self.optimizer.state.get(named[name], {}):
+            if owner == prefix and name in named and key not in self.optimizer.state.get(named[name], {}):
                 self.optimizer.state[named[name]][key] = value.clone()
         if isinstance(self.optimizer, SharedStepCounters):
-            counts = {id(p): given[key] for name, p in named.items() if (key := f"{own}/step/{name}") in given}
+            counts = {id(p): given[key] for name, p in named.items() if (key := f"{prefix}/step/{name}") in given}
             self.optimizer.separate(lambda p: float(counts[id(p)]) if id(p) in counts else None)
 
 
-def _accumulated(slot: int) -> str:
-    """The kind of an accumulator's tensors in checkpoints."""
+def _accumulator_kind(slot: int) -> str:
+    """Return the first part of the names of an accumulator's tensors in checkpoints."""
     return f"accumulated_{slot}" if slot else "accumulated"
 
 
-def is_of_part(name: str) -> bool:
-    """True for the name, in a checkpoint, of what only a loss of several parts has made, see `backward`."""
+def is_of_second_part(name: str) -> bool:
+    """True for the name of an accumulator that only a loss of several parts creates, see `OptimizerState.backward`."""
     return name.startswith("accumulated_")
 
 
-def _listed(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        return [_listed(item) for item in value]
+        return [_to_plain(item) for item in value]
     return value.item() if isinstance(value, Tensor) and not value.dim() else value

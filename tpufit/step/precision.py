@@ -17,7 +17,7 @@ from ..utils.text import dtype_name
 from ..utils.users_code import warn
 
 PRECISIONS = ("bf16", "bf16-true", "fp32")
-# What Lightning, Keras, Accelerate and PyTorch call them.
+# The names in Lightning, Keras, Accelerate and PyTorch.
 _MEANT = {
     "bf16": ("bf16-mixed", "mixed_bfloat16", "amp", "mixed"),
     "bf16-true": ("bfloat16", "torch.bfloat16"),
@@ -30,7 +30,7 @@ MATMUL_PRECISIONS = ("default", "high", "highest")
 class Formats:
     """The floating-point formats of a training step."""
 
-    products: frozenset[torch.dtype]  # of matrices, and convolutions; empty if none were seen
+    products: frozenset[torch.dtype]  # of matrices and of convolutions; empty if the step had none
     weights: frozenset[torch.dtype]
     loss: torch.dtype | None
 
@@ -39,7 +39,7 @@ class Formats:
         return ", ".join(f"{name} in {_names(formats)}" for name, formats in parts.items() if formats)
 
     def fault(self, name: str) -> str:
-        """Explain how the dtypes contradict a precision; empty if they don't.
+        """Explain how the formats contradict a precision; empty if they don't.
 
         Example:
             >>> seen = Formats(frozenset({torch.float32}), frozenset({torch.float32}), torch.float32)
@@ -52,18 +52,18 @@ class Formats:
                 "the module switch autocast off, or cast its inputs?"
             )
         if self.loss is torch.bfloat16:
-            return "the loss is computed in bfloat16, which has three digits: let train_step compute it in float32"
+            return "the loss is computed in bfloat16, which has three digits: compute it in float32 in train_step"
         return ""
 
 
 def check(name: str) -> str:
-    """Check and return the name of a precision; the error says what to use instead.
+    """Check and return the name of a precision; an error says what to use instead.
 
-    `"fp32"`; `"bf16"`: matrix products in bfloat16 by autocast, weights and loss in float32; or `"bf16-true"`: weights,
-    optimizer and all else but the loss in bfloat16.
+    `"fp32"`; `"bf16"`, mixed precision: matrix products in bfloat16 by autocast, weights and loss in float32; or
+    `"bf16-true"`: everything in bfloat16 except the loss.
 
     Raises:
-        ArgumentError: float16, which a TPU doesn't compute in.
+        ArgumentError: float16, which TPUs have no arithmetic for, or another library's name of a precision.
         UnknownNameError: Any other name.
 
     Example:
@@ -73,24 +73,24 @@ def check(name: str) -> str:
     set_here = retired_variables(os.environ)
     if set_here:
         warn(
-            f"the environment sets {', '.join(set_here)}, a retired way to ask for another precision, which changes "
-            "tensors behind PyTorch's back or does nothing. Unset it, and pass precision='bf16' to compile",
+            f"the environment sets {', '.join(set_here)}, a retired way to choose a precision, which changes tensors "
+            "behind PyTorch's back or does nothing. Unset it, and pass precision='bf16' to compile",
         )
     if isinstance(name, str) and name in PRECISIONS:
         return name
     if str(name).lower() in ("fp16", "float16", "half", "16", "16-mixed", "16-true", "mixed_float16"):
         raise ArgumentError(
-            f"precision={name!r}: TPUs have no float16 arithmetic. Use precision='bf16', which has float32's range and "
-            "so needs no loss scaling either"
+            f"precision={name!r}: TPUs have no float16 arithmetic. Use precision='bf16', which has the range of "
+            "float32 and so needs no loss scaling"
         )
     meant = next((known for known, names in _MEANT.items() if str(name).lower() in names), None)
     if meant is not None:
-        raise ArgumentError(f"precision must be 'bf16', 'bf16-true' or 'fp32', got {name!r}: write {meant!r} for it")
+        raise ArgumentError(f"precision must be 'bf16', 'bf16-true' or 'fp32', got {name!r}: write {meant!r} instead")
     raise UnknownNameError("precision", name, PRECISIONS)
 
 
 def check_matmul(name: str) -> str:
-    """Check the name of a precision of float32 matrix products, and return it.
+    """Check and return the name of a precision of float32 matrix products.
 
     Example:
         >>> check_matmul("highest")
@@ -102,20 +102,29 @@ def check_matmul(name: str) -> str:
 
 
 def autocast(name: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which the module's forward pass runs."""
+    """Return the context of the module's forward pass."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=name == "bf16")
 
 
+def warn_of_emulation(name: str, device: torch.device) -> None:
+    """Warn if the GPU has no bfloat16 units, as Kaggle's T4 doesn't."""
+    if name != "fp32" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        warn(
+            f"precision={name!r}: {torch.cuda.get_device_name(device)} has no bfloat16 units and imitates them, which "
+            "is slower than precision='fp32'"
+        )
+
+
 def to_bfloat16(tensors: Iterable[Tensor]) -> None:
-    """Convert float32 tensors to bfloat16 in place: each stays the same object, so ties and optimizers stay valid."""
+    """Convert float32 tensors to bfloat16 in place, so that ties and optimizers keep the same tensor objects."""
     for tensor in tensors:
         if tensor.dtype is torch.float32:
             tensor.grad = None
             swap_value(tensor, tensor.detach().to(torch.bfloat16))
 
 
-def inputs(name: str, x: Any) -> Any:
-    """Return a module's inputs in the dtype that its precision needs."""
+def cast_inputs(name: str, x: Any) -> Any:
+    """Return a module's inputs in the dtype that the precision needs."""
     if name != "bf16-true":
         return x
     return tree_map(lambda leaf: leaf.bfloat16() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, x)

@@ -1,4 +1,4 @@
-"""`Role`: what steps of one kind keep from pass to pass: their program with its graphs, its sums, the graphs' keys."""
+"""`Role`: what steps of one kind keep from pass to pass: the program, its sums and its graphs' keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..backend import AttentionForms, Program
-from ..metrics import PassMetrics, TrackedMetric
+from ..metrics import DatasetMetric, PassMetrics, TrackedMetric
 from ..runtime import program_at
 from ..utils.strict import LENIENT, Strict
 from .batch import DeviceGroup
@@ -17,41 +17,36 @@ from .state import TrainState
 
 if TYPE_CHECKING:
     import torchmetrics
+    from torch import Tensor
 
 ROLES = "train", "eval", "predict"
 
 
 class Role:
-    """Steps of one kind. There is one object for each kind and model, and each pass over data borrows it."""
+    """Steps of one kind. A model has one object for each kind, and each pass over data borrows it."""
 
     def __init__(
         self,
         name: str,
         python_state: Callable[[Role, bool], dict[str, Any]],
+        kept: Callable[[Role], dict[str, Tensor]],
         attention: AttentionForms | None = None,
     ) -> None:
         self.name = name
+        self.learns = name == "train"  # whether its steps change the weights
+        self.logs = name != "predict"  # whether its steps return logs instead of outputs
         self._attention = attention or AttentionForms()
-        self._python_state = python_state  # names and values in the Python of a role's steps; given True, deeply
+        self._python_state = python_state  # names and values in the Python of a role's steps; True searches deeply
+        self._kept = kept  # tensors on the device in that Python, by name
         self.keys = GraphKeys(name, partial(python_state, self, False))
-        self.program: Program | None = None  # None before the first pass, and once something has made it void
-        self.sums: PassMetrics | None = None  # of the pass that began last
-        self.transform: Callable[[Any], Any] | None = None  # of each of its batches, on the device
-        self.borrower: object = None  # its `StepRunner`
-        self.group: DeviceGroup | None = None  # of the steps started last, or being started
-
-    @property
-    def learns(self) -> bool:
-        """True if its steps change the weights."""
-        return self.name == "train"
-
-    @property
-    def logs(self) -> bool:
-        """True if its steps return logs, and not outputs."""
-        return self.name != "predict"
+        self.program: Program | None = None  # None before the first pass, and after `Engine.drop_programs`
+        self.sums: PassMetrics | None = None  # of the last pass
+        self.transform: Callable[[Any], Any] | None = None  # applied to each batch on the device
+        self.borrower: object = None  # the `StepRunner` of the current pass
+        self.group: DeviceGroup | None = None  # of the steps that were started last or are being started
 
     def lend(self, borrower: object, transform: Callable[[Any], Any] | None, strict: Strict, warm: bool) -> None:
-        """Begin a pass over data. If it is `warm`, none of its steps should need a new graph."""
+        """Begin a pass over data. In a `warm` pass no step should need a new graph."""
         self.borrower = borrower
         self.transform = transform
         policy = strict if self.logs else LENIENT
@@ -63,22 +58,23 @@ class Role:
     def prepare(
         self, config: CompileConfig, state: TrainState, tracked: Mapping[str, torchmetrics.Metric]
     ) -> tuple[Program, PassMetrics]:
-        """Return the program and its sums, made anew if what they depend on has changed.
+        """Return the program and its sums; make new ones if what they depend on has changed.
 
-        `tracked` are the torchmetrics objects that the model's own steps update, by name.
+        `tracked` are the torchmetrics objects that the user's steps update, by name.
         """
         program = self.program
         sums = self.sums
-        # Graphs take and return the sums as a flat list: other metrics make other graphs.
+        # Graphs take and return the sums as a flat list, so other metrics need other graphs.
         if (
             program is None
             or sums is None
             or program.jit_compile != config.jit_compile
             or not sums.tracks(tracked.values())
         ):
-            own = config.metrics if self.logs else []
+            compiled = [metric for metric in config.metrics if not (self.learns and isinstance(metric, DatasetMetric))]
+            compiled = compiled if self.logs else []
             users = [TrackedMetric(*pair) for pair in tracked.items()]
-            sums = self.sums = PassMetrics([*own, *users], state.placement, watches=self.learns)
+            sums = self.sums = PassMetrics([*compiled, *users], state.placement, watches=self.learns)
             program = self.program = program_at(
                 state.placement,
                 self.name,
@@ -89,9 +85,10 @@ class Role:
                 matmul_precision=config.matmul_precision,
                 attention=self._attention,
                 python_state=partial(self._python_state, self, True),
+                kept=partial(self._kept, self),
             )
         return program, sums
 
-    def computed(self) -> dict[str, Any]:
-        """Compute the logs of the last pass so far, as numbers. **This waits** for the device."""
+    def compute_logs(self) -> dict[str, Any]:
+        """Compute the logs of the last pass so far. **This waits** for the device."""
         return {} if self.sums is None else self.sums.results("logs")

@@ -1,4 +1,4 @@
-"""`ShardConfig`: the parameters of a module that are split over the cores, and how."""
+"""`ShardConfig`: which parameters of a module are split over the cores, and how."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..backend import Placement, Sharding
-from ..errors import ArgumentError, few
+from ..errors import ArgumentError, join_few
 
 ShardArgument = str | Mapping[str, int | None] | None
 
-# What is smaller than this many bytes stays whole: to gather it takes longer than it saves.
+# Parameters smaller than this many bytes stay whole: gathering them takes longer than splitting saves.
 _SMALL = 1 << 15
 
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """The parameters that are split over the cores; with the defaults none is."""
+    """The parameters that are split over the cores (default: none)."""
 
     largest: bool = False  # split each large parameter along its best dimension
-    # Of each parameter that a pattern names, by its first name; None if it stays whole.
+    # The dimension to split of each parameter that a pattern fits, by the parameter's first name; None: stays whole.
     dims: Mapping[str, int | None] | None = None
 
     @classmethod
@@ -48,18 +48,18 @@ class ShardConfig:
             )
         owners: dict[int, str] = {}
         dims: dict[str, int | None] = {}
-        by: dict[str, tuple[str, int | None]] = {}  # the name and layout that decided a parameter's
+        first_fits: dict[str, tuple[str, int | None]] = {}  # the first name of each parameter, and its dimension
         matched: set[str] = set()
         for name, parameter in module.named_parameters(remove_duplicate=False):
             fitting = [pattern for pattern in shard if fnmatchcase(name, pattern)]
             matched.update(fitting)
-            dim = _dimension(fitting[0], shard[fitting[0]], name, parameter) if fitting else None
+            dim = _check_dimension(fitting[0], shard[fitting[0]], name, parameter) if fitting else None
             owner = owners.setdefault(id(parameter), name)
-            first, other = by.setdefault(owner, (name, dim))
+            first, other = first_fits.setdefault(owner, (name, dim))
             if other != dim:
                 raise ArgumentError(
-                    f"shard gives one tied parameter two layouts: {first} {_said(other)}, {name} {_said(dim)}. Give "
-                    "both names the same dimension"
+                    f"shard gives one tied parameter two layouts: {first} {_describe(other)}, {name} {_describe(dim)}. "
+                    "Give both names the same dimension"
                 )
             if dim is not None:
                 dims[owner] = dim
@@ -72,7 +72,7 @@ class ShardConfig:
         return self.largest or bool(self.dims)
 
     def shardings(self, module: nn.Module, placement: Placement) -> dict[int, Sharding]:
-        """The shardings of the parameters that are split, by their `id`. One core, and the host, split nothing."""
+        """Return the shardings of split parameters, by `id`. On one core and on the host none are split."""
         if not placement.has_mesh or placement.count == 1 or not self.active:
             return {}
         named = ((p, self._axis(name, p, placement.count)) for name, p in module.named_parameters())
@@ -83,24 +83,24 @@ class ShardConfig:
             return (self.dims or {}).get(name)
         if parameter.nbytes < _SMALL:
             return None
-        return best_dimension(parameter.shape, cores)
+        return choose_dimension(parameter.shape, cores)
 
 
-def best_dimension(shape: Iterable[int], cores: int) -> int | None:
-    """The dimension along which a tensor is best split: the largest that the cores divide, else the largest.
+def choose_dimension(shape: Iterable[int], cores: int) -> int | None:
+    """Choose the dimension to split: the largest that the cores divide evenly, else the largest.
 
-    It is None if all are smaller than the cores.
+    It is None if every dimension is smaller than the number of cores.
 
     Example:
-        >>> best_dimension((512, 2048), 8), best_dimension((50257, 768), 8), best_dimension((50257, 3), 8)
+        >>> choose_dimension((512, 2048), 8), choose_dimension((50257, 768), 8), choose_dimension((50257, 3), 8)
         (1, 1, 0)
     """
     sizes = [(size % cores == 0, size, -i) for i, size in enumerate(shape) if size >= cores]
     return -max(sizes)[2] if sizes else None
 
 
-def bytes_of_a_core(tensors: Iterable[Tensor], shardings: Mapping[int, Sharding], cores: int) -> int:
-    """The bytes that each core holds of some tensors; the shardings are of those that are split, by their `id`."""
+def count_bytes_per_core(tensors: Iterable[Tensor], shardings: Mapping[int, Sharding], cores: int) -> int:
+    """Count the bytes of some tensors on each core, given the shardings of the split tensors by `id`."""
     total = 0
     for tensor in tensors:
         shape = list(tensor.shape)
@@ -111,7 +111,7 @@ def bytes_of_a_core(tensors: Iterable[Tensor], shardings: Mapping[int, Sharding]
     return total
 
 
-def _dimension(pattern: str, dim: Any, name: str, parameter: Tensor) -> int | None:
+def _check_dimension(pattern: str, dim: Any, name: str, parameter: Tensor) -> int | None:
     if dim is None:
         return None
     if not isinstance(dim, int) or isinstance(dim, bool):
@@ -119,12 +119,13 @@ def _dimension(pattern: str, dim: Any, name: str, parameter: Tensor) -> int | No
     if not -parameter.dim() <= dim < parameter.dim():
         raise ArgumentError(
             f"shard[{pattern!r}] is dimension {dim}, and {name} of shape {tuple(parameter.shape)} has "
-            f"{parameter.dim()}. Give it another, or None before this pattern: the first that fits a name counts"
+            f"{parameter.dim()}. Give another dimension, or put {name!r}: None first, as the first pattern that fits "
+            "counts"
         )
     return dim % parameter.dim()
 
 
-def _said(dim: int | None) -> str:
+def _describe(dim: int | None) -> str:
     return "is whole" if dim is None else f"is split along dimension {dim}"
 
 
@@ -136,10 +137,10 @@ def _check_matched(shard: Mapping[str, Any], matched: set[str], module: nn.Modul
         buffers = [name for name, _ in module.named_buffers() if fnmatchcase(name, pattern)]
         if buffers:
             raise ArgumentError(
-                f"shard[{pattern!r}] names buffers only ({few(buffers)}), which stay whole: leave it out"
+                f"shard[{pattern!r}] fits only buffers ({join_few(buffers)}), which stay whole: leave it out"
             )
         near = difflib.get_close_matches(str(pattern), names, 3, 0.3) or names[:3]
         raise ArgumentError(
-            f"shard[{pattern!r}] fits the name of no parameter. A * stands for anything, as in 'blocks.*.weight'; "
+            f"shard[{pattern!r}] fits no parameter's name. A * stands for anything, as in 'blocks.*.weight'; "
             f"some names: {', '.join(near) or 'none, as the module has no parameters'}"
         )

@@ -1,4 +1,4 @@
-"""`TrainState`: everything that training changes, in one place: to move, reset, save, load and put back.
+"""`TrainState`: everything that training changes, in one place to move, reset, save, load and put it back.
 
 New state belongs in `tensors` if it lives on the device, else in `TrainNumbers`. While graphs are replayed, a
 `DeviceState` holds the tensors' values, and the user's own tensors are empty until `write_back`.
@@ -18,9 +18,18 @@ from torch.optim import Optimizer
 
 from ..backend import HOST, DeviceState, Placement, Sharding, Slot
 from ..backend.eager import HostState
-from ..errors import CheckpointMismatchError, StateLostError, few
-from ..optimizers import DeviceRates, GroupNumbers, HostCounters, UpdatePlan, clear_state, device_state, parameters
-from ..runtime import copies, copy_into, move, reshard, state_at, swap_value, to_host
+from ..errors import CheckpointMismatchError, StateLostError, join_few
+from ..optimizers import (
+    DeviceRates,
+    GroupNumbers,
+    HostCounters,
+    UpdatePlan,
+    clear_state,
+    optimizers_in,
+    parameters,
+    step_counts,
+)
+from ..runtime import copy_into, copy_to_host, move, reshard, state_at, swap_value, to_host
 from ..utils.random import RNGState
 from ..utils.replaced import replaced
 from ..utils.users_code import warn
@@ -28,41 +37,41 @@ from .config import CompileConfig
 from .context import StepContext
 from .kept_modules import kept_modules, kept_parameters
 from .named_tensors import check_weights, named_tensors
-from .optimizer_state import OptimizerState, is_of_part
-from .sharding import bytes_of_a_core
+from .optimizer_state import OptimizerState, is_of_second_part
+from .sharding import count_bytes_per_core
 
 
 @dataclass
 class TrainNumbers:
     """The numbers that training changes, on the host."""
 
-    step: int = 0  # since the model was made; with the seed it sets a step's random numbers
+    step: int = 0  # since the model was made; with the seed it determines a step's random numbers
     seed: int = 0
     updates: int = 0  # optimizer steps since `compile`
     batches_waiting: int = 0  # since the last optimizer step, with `accumulate_steps`
     rows_seen: int = 0  # in steps of any role
-    passes: int = 0  # evaluations and predictions inside `fit`; with the seed it sets their random numbers
+    passes: int = 0  # evaluations and predictions inside `fit`; with the seed it determines their random numbers
     # The `steps_per_execution` that "auto" has chosen, by role.
     chosen_steps: dict[str, int] = field(default_factory=dict)
 
 
-# How the names of tensors begin that are neither the module's nor an optimizer's own.
-_BESIDE = ("buffer/", "loss/", "kept/", "params/")
+# The prefixes of tensors outside the module's `state_dict` and the optimizers' states.
+_OTHER_PREFIXES = ("buffer/", "loss/", "kept/", "params/")
 
 
 class SavedState(NamedTuple):
     """The state of training, as a checkpoint keeps it."""
 
     weights: Mapping[str, Tensor]  # the names of a tied tensor share one object
-    training: Mapping[str, Tensor]  # the other tensors, by names of tpufit's own
-    numbers: Mapping[str, Any]  # as JSON holds them
-    optimizers: Mapping[str, Any]  # the options and numbers of each, as JSON holds them
+    training: Mapping[str, Tensor]  # the other tensors, by tpufit's names
+    numbers: Mapping[str, Any]  # as JSON
+    optimizers: Mapping[str, Any]  # the options and numbers of each, as JSON
 
 
 class TrainState:
     """Everything that training changes: weights, buffers, optimizer states, accumulated gradients, averages, numbers.
 
-    The tensors of the state before this `compile`, if there is one, stay in place.
+    The tensors of the state before this `compile`, if any, stay in place.
     """
 
     def __init__(self, owner: Any, config: CompileConfig, before: TrainState | None = None) -> None:
@@ -71,12 +80,12 @@ class TrainState:
         self.placement: Placement = HOST if before is None else before.placement
         # The values of the tensors while graphs are replayed.
         self.device: DeviceState = HostState([]) if before is None else before.device
-        self.optimizers: dict[Optimizer, OptimizerState] = {}  # of those that steps have used so far
-        self.counters = HostCounters()  # the optimizers' counts that stay on the host
-        self.group_numbers = GroupNumbers()  # those that the optimizers' steps change in their groups
+        self.optimizers: dict[Optimizer, OptimizerState] = {}  # of optimizers that steps have used
+        self.counters = HostCounters()  # the optimizers' counters that stay on the host
+        self.group_numbers = GroupNumbers()  # numbers in the optimizers' groups that their steps change
         self.numbers = TrainNumbers()
-        self._told: list[str] = []  # the names of unused gradients that a warning has named
-        # Those of the module when it was compiled: later ones are in no optimizer unless the user sees to it.
+        self._warned: list[str] = []  # the names of unused gradients in the last warning
+        # The module's parameters at `compile`: later parameters are in no optimizer unless the user adds them.
         self._compiled: list[nn.Parameter] = list(owner.module.parameters())
         if before is not None:
             kept = before.numbers
@@ -86,23 +95,23 @@ class TrainState:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The module, those of the loss, and those that the model keeps."""
-        return [self._owner.module, *self.beside().values()]
+        """The module, the losses that are modules, and the modules that the model keeps."""
+        return [self._owner.module, *self.other_modules().values()]
 
-    def beside(self) -> dict[str, nn.Module]:
-        """Return the modules beside the module, by their names in checkpoints: of the loss, and kept by the model."""
-        own = self._config.loss_modules
-        found = {f"loss/{i}": part for i, part in enumerate(own)}
+    def other_modules(self) -> dict[str, nn.Module]:
+        """Return the modules of the loss and those kept by the model, by their names in checkpoints."""
+        of_loss = self._config.loss_modules
+        named = {f"loss/{i}": part for i, part in enumerate(of_loss)}
         kept = kept_modules(self._owner).items()
-        return found | {f"kept/{name}": part for name, part in kept if not any(part is one for one in own)}
+        return named | {f"kept/{name}": part for name, part in kept if not any(part is loss for loss in of_loss)}
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of all modules, and the parameters of optimizers and of the model that no module has.
+        """Return the tensors of all modules, and the parameters of the optimizers and the model outside of modules.
 
-        Each comes once, by its first name.
+        Each tensor comes once, by its first name.
         """
         every = dict(_tensors(self._owner.module))
-        for name, part in self.beside().items():
+        for name, part in self.other_modules().items():
             every |= {f"{name}/{key}": tensor for key, tensor in _tensors(part)}
         every |= {f"kept/{name}": parameter for name, parameter in kept_parameters(self._owner).items()}
         for name, optimizer in self.named_optimizers().items():
@@ -112,51 +121,64 @@ class TrainState:
             names.setdefault(id(tensor), name)
         return {name: every[name] for name in names.values()}
 
-    def trains_beside(self) -> bool:
+    def trains_other_parameters(self) -> bool:
         """True if an optimizer has parameters that aren't the module's."""
-        own = {id(p) for p in self._owner.module.parameters()}
-        return any(id(p) not in own for optimizer in self._every_optimizer() for p in parameters(optimizer))
+        inside = {id(p) for p in self._owner.module.parameters()}
+        return any(id(p) not in inside for optimizer in self._every_optimizer() for p in parameters(optimizer))
 
-    def untrained(self) -> list[str]:
-        """Return the names of the module's parameters that came after `compile`, are to learn, and can't.
-
-        No optimizer has them.
-        """
+    def find_untrained(self) -> list[str]:
+        """Return the names of the module's parameters that require a gradient, but are newer than every optimizer."""
         known = {id(p) for p in self._compiled} | {id(p) for o in self._every_optimizer() for p in parameters(o)}
         named = self._owner.module.named_parameters()
         return [name for name, p in named if p.requires_grad and id(p) not in known]
 
     def named_optimizers(self) -> dict[str, Optimizer]:
-        """Return the optimizer of `compile` and the user's own, by attribute name, as in checkpoints."""
-        return dict(_optimizers_in(vars(self._owner)))
+        """Return the optimizer of `compile` and the user's optimizers, by attribute name, as in checkpoints.
 
-    def of(self, optimizer: Optimizer) -> OptimizerState:
+        Optimizers that another optimizer keeps come after it, as `optimizer.base_optimizer`.
+        """
+        return dict(optimizers_in(vars(self._owner)))
+
+    def state_of(self, optimizer: Optimizer) -> OptimizerState:
         """Return the state of an optimizer."""
         if optimizer not in self.optimizers:
-            self.optimizers[optimizer] = OptimizerState(optimizer, self._config, self._split_gradients)
+            outer = self._outer(optimizer)
+            state = OptimizerState(
+                optimizer, self._config, self._split_gradients, None if outer is None else self.state_of(outer)
+            )
+            self.optimizers[optimizer] = state  # after the state of the outer optimizer
         return self.optimizers[optimizer]
 
-    def attach(self, optimizer: Optimizer) -> OptimizerState:
-        """Return the state of an optimizer, ready to step; at the first call it is moved to the cores."""
-        own = self.of(optimizer)
-        if own.rates is None and not self.placement.on_host:
-            own.create(shares=True)
-            self.device.shardings |= self.shardings(self.placement)
-            move(device_state(optimizer), self.placement, shardings=self.device.shardings)
-            own.rates = DeviceRates(optimizer, self.placement)  # last: rates mark it as attached
-        return own
+    def _outer(self, optimizer: Optimizer) -> Optimizer | None:
+        """Return the outermost optimizer that keeps this optimizer and has all of its parameters."""
+        inner = set(map(id, parameters(optimizer)))
+        for outer in self.named_optimizers().values():
+            inside = dict(optimizers_in(vars(outer))).values()
+            if optimizer in inside and outer not in inside and inner.issubset(map(id, parameters(outer))):
+                return outer
+        return None
 
-    def pin(self, own: OptimizerState) -> None:
-        """Keep the sharding of what a step of an optimizer has changed: else XLA may split the next step's inputs."""
+    def attach(self, optimizer: Optimizer) -> OptimizerState:
+        """Return the state of an optimizer, ready for a step; the first call moves it to the cores."""
+        state = self.state_of(optimizer)
+        if state.rates is None and not self.placement.eager:
+            state.create(shares=True)
+            self.device.shardings |= self.shardings(self.placement)
+            move(state.device_state(), self.placement, shardings=self.device.shardings)
+            state.rates = DeviceRates(optimizer, self.placement)  # last, because rates mark the state as attached
+        return state
+
+    def pin(self, state: OptimizerState) -> None:
+        """Keep the sharding of the tensors that an optimizer's step has changed; else XLA may split the next inputs."""
         if self.placement.has_mesh:
-            self.device.pin(own.tensors, self.placement)
+            self.device.pin(state.tensors, self.placement)
 
     def _split_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Split gradients like their parameters, inside a step."""
         for parameter in parameters:
             sharding = self.device.shardings.get(id(parameter))
             if sharding is not None and parameter.grad is not None:
-                parameter.grad = self.placement.laid_out(parameter.grad, sharding)
+                parameter.grad = self.placement.lay_out(parameter.grad, sharding)
 
     @contextmanager
     def taking_steps(self, context: StepContext) -> Iterator[None]:
@@ -164,8 +186,8 @@ class TrainState:
         module = self._owner.module
         with ExitStack() as stack:
             cleared = [
-                stack.enter_context(own.taking_steps(context, partial(self.pin, own)))
-                for own in self.optimizers.values()
+                stack.enter_context(state.taking_steps(context, partial(self.pin, state)))
+                for state in self.optimizers.values()
             ]
 
             all_cleared = False
@@ -180,7 +202,7 @@ class TrainState:
             stack.enter_context(replaced(module, zero_grad=zero_grad))
             yield
             self.note_unused_gradients()
-            if all_cleared and not self.placement.on_host:
+            if all_cleared and not self.placement.eager:
                 self.drop_unused_gradients()
 
     @property
@@ -191,85 +213,86 @@ class TrainState:
     @property
     def attached(self) -> list[tuple[Optimizer, DeviceRates]]:
         """The optimizers with rates on the device. Each step takes a vector of rates for each, in this order."""
-        return [(optimizer, own.rates) for optimizer, own in self.optimizers.items() if own.rates is not None]
+        return [(o, s.rates) for o, s in self.optimizers.items() if s.rates is not None and s.sends_rates]
 
     def tensors(self) -> tuple[dict[int, Tensor], dict[int, str]]:
         """Return every tensor that training changes, and the names of the modules' tensors, both by `id`."""
-        # Always in the same order: graphs take and return the state as a flat list.
+        # The order never changes, because graphs take and return the state as a flat list.
         named = self.named_tensors()
-        names = {id(tensor): readable(name) for name, tensor in named.items()}
+        names = {id(tensor): readable_name(name) for name, tensor in named.items()}
         tensors = {id(tensor): tensor for tensor in named.values()}
         for optimizer in self._every_optimizer():
-            tensors |= {id(t): t for t in device_state(optimizer)}
-        tensors |= {id(t): t for own in self.optimizers.values() for part in own.kept for t in part.tensors}
+            tensors |= {id(t): t for t in self.state_of(optimizer).device_state()}
+        tensors |= {id(t): t for state in self.optimizers.values() for part in state.kept for t in part.tensors}
         return tensors, names
 
     def _every_optimizer(self) -> list[Optimizer]:
-        """The model's optimizers, and further ones that steps have used."""
+        """Return the model's optimizers, and further optimizers that steps have used."""
         return list(dict.fromkeys([*self.named_optimizers().values(), *self.optimizers]))
 
     def _slots(self) -> list[Slot]:
-        """List the slots of modules and optimizers that the tensors are in; a step may put others there."""
-        found: list[Slot] = []
+        """List the slots of modules and optimizers that hold the tensors; a step may put other tensors there."""
+        slots: list[Slot] = []
         for i, module in enumerate(self.modules):
             for path, part in module.named_modules():
                 for tensors in (part._parameters, part._buffers):
-                    found += [
+                    slots += [
                         Slot((i, path, name), tensor, partial(_put, tensors, name))
                         for name, tensor in tensors.items()
                         if tensor is not None
                     ]
         for i, optimizer in enumerate(self._every_optimizer()):
-            there = set(map(id, device_state(optimizer)))
+            on_device = set(map(id, self.state_of(optimizer).device_state()))
             for j, (parameter, values) in enumerate(optimizer.state.items()):
-                found += [
+                slots += [
                     Slot((i, j, name), value, partial(_put, optimizer.state[parameter], name))
                     for name, value in values.items()
-                    if id(value) in there
+                    if id(value) in on_device
                 ]
-        return found
+        return slots
 
-    # Where it is
+    # Placement
 
-    def of_a_core(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bytes that each core holds of some tensors."""
-        return bytes_of_a_core(tensors, self.device.shardings, self.placement.count)
+    def bytes_per_core(self, tensors: Iterable[Tensor]) -> int:
+        """Count the bytes of some tensors on each core."""
+        return count_bytes_per_core(tensors, self.device.shardings, self.placement.count)
 
     def shardings(self, placement: Placement) -> dict[int, Sharding]:
-        """Return the shardings of the tensors that are split over the cores, by their `id`.
+        """Return the shardings of the tensors that are split over the cores, by `id`.
 
-        What an optimizer, an accumulator or an average keeps of a parameter, of its shape, is split like it.
+        Optimizer state, accumulators and averages of a parameter's shape are split like the parameter.
         """
         split = self._config.shard.shardings(self._owner.module, placement)
         if not split:
             return split
-        found = dict(split)
-        for own in map(self.of, self._every_optimizer()):
-            for parameter, tensor in own.beside():
+        shardings = dict(split)
+        for state in map(self.state_of, self._every_optimizer()):
+            for parameter, tensor in state.walk_parameters():
                 if id(parameter) in split and tensor.shape == parameter.shape:
-                    found[id(tensor)] = split[id(parameter)]
-        return found
+                    shardings[id(tensor)] = split[id(parameter)]
+        return shardings
 
     def move_to(self, placement: Placement) -> bool:
         """Move every tensor in place, without compiling anything.
 
         Returns:
-            True if the tensors or their place changed: captured graphs are void then.
+            True if the tensors or their placement changed, so that captured graphs are invalid.
         """
-        # Before the tensors are listed: held values would stay behind, and empty tensors would be moved.
+        # Write back before the tensors are listed; else empty tensors would be moved without their held values.
         self.write_back()
         for optimizer in self.named_optimizers().values():
-            self.of(optimizer).create(shares=not placement.on_host)
+            self.state_of(optimizer).create(shares=not placement.eager)
         tensors, names = self.tensors()
         shardings = self.shardings(placement)
         moved = placement != self.placement
-        # A second compile creates state where the weights are, which may be on the device.
+        # A second compile creates state on the weights' device, which may not be the host.
         for tensor in tensors.values():
             if id(tensor) in shardings and tensor.device.type != "cpu":
                 placement.pin(tensor, shardings[id(tensor)])
         placement.launch("init")
         reshard(tensors.values(), placement, shardings)
-        move(tensors.values(), placement, names, shardings)
+        stay = {id(t) for o in self._every_optimizer() for t in step_counts(o)} if placement.eager else set()
+        move([tensor for key, tensor in tensors.items() if key not in stay], placement, names, shardings)
         if not moved and self.device.shardings == shardings and [id(t) for t in self.device.tensors] == list(tensors):
             return False
         if moved:
@@ -279,7 +302,7 @@ class TrainState:
         return True
 
     def write_back(self) -> None:
-        """Put the current values into the user's own tensors and the optimizers' counts.
+        """Put the current values into the user's tensors and the optimizers' counters.
 
         Raises:
             StateLostError: A step failed on the device, and the weights are lost with it.
@@ -288,10 +311,10 @@ class TrainState:
         self.counters.catch_up()
 
     def register_new(self) -> bool:
-        """Adopt the state that a traced step has created, as the first step of some optimizers does, or set apart.
+        """Adopt the state that a traced step has created or replaced, as the first step of some optimizers does.
 
         Returns:
-            True if there was any: the graphs captured so far lack it.
+            True if there was any, which the graphs captured so far lack.
         """
         tensors, _ = self.tensors()
         if [*tensors] == [id(tensor) for tensor in self.device.tensors]:
@@ -301,13 +324,13 @@ class TrainState:
         return True
 
     def reset(self, weights: Mapping[int, Tensor]) -> None:
-        """Return to the host as before the first step, with other weights, after a failed step lost the old ones.
+        """Return to the host as before the first step, with new weights, after a failed step lost the old weights.
 
         The module and the loss keep their tensor objects. Optimizer states, gradients and averages are dropped.
 
         Args:
-            weights: Host tensors of the right shape and dtype, by the `id` of the module's or the loss's tensor. One
-                that isn't lost may be left out, and keeps its value.
+            weights: Host tensors of the right shape and dtype, by the `id` of the module's or the loss's tensor. A
+                tensor that isn't lost may be left out and keeps its value.
 
         Raises:
             StateLostError: A lost tensor was left out. Nothing has changed.
@@ -317,10 +340,10 @@ class TrainState:
         missing = [name for key, (name, _) in owned.items() if key in lost - weights.keys()]
         if missing:
             raise StateLostError(
-                f"{few(missing)} can't be brought back: lost with a step that failed on the device, and not among the "
-                "given weights. Start with a new module"
+                f"{join_few(missing)} can't be restored: lost with a step that failed on the device, and missing in "
+                "the given weights. Start with a new module"
             )
-        self.device.clear_lost()  # only now: every lost value is sure to be replaced below
+        self.device.clear_lost()  # every lost value is replaced below
         kept = [tensor for key, (_, tensor) in owned.items() if key not in weights]
         values = dict(zip(map(id, kept), to_host(kept, "state", collective=True), strict=True)) | dict(weights)
         for key, (_, tensor) in owned.items():
@@ -334,20 +357,20 @@ class TrainState:
         self.placement = HOST
         self.device = HostState([])
 
-    def renew(self) -> None:
-        """Forget the held tensors: `compile` has replaced their values, e.g. by another dtype."""
+    def forget_held(self) -> None:
+        """Forget the held values, because `compile` has replaced the tensors, e.g. by tensors of another dtype."""
         self.device = state_at(self.placement, [], slots=self._slots)
 
     def _forget_rates(self) -> None:
-        for own in self.optimizers.values():
-            own.rates = None
+        for state in self.optimizers.values():
+            state.rates = None
 
     # Steps
 
     def next_updates(self, steps: int, last: bool) -> list[UpdatePlan]:
-        """Plan the use of the next steps' gradients, one plan a step; none if all steps do the same.
+        """Plan how the next steps use their gradients, a plan for each step; no plans if all steps are alike.
 
-        The `last` step ends its epoch, which leaves no gradient over. Nothing changes before `count_updates`.
+        With `last`, the last step ends the epoch and so uses all gradients. Nothing changes before `count_updates`.
         """
         if not self._plans:
             return []
@@ -367,17 +390,17 @@ class TrainState:
 
     @property
     def _plans(self) -> bool:
-        """True if steps differ in what they do with their gradients."""
+        """True if steps use their gradients differently."""
         ema = self._config.ema
         return self._config.gradients.accumulate_steps > 1 or (ema is not None and ema.overwrite_frequency is not None)
 
     @property
     def optimizer_steps(self) -> int:
-        """The number of steps that the optimizer has taken, since some beginning."""
+        """The number of steps that the optimizer has taken, since `compile` or since the model was made."""
         return self.numbers.updates if self._plans else self.numbers.step
 
     def batches_of(self, updates: int) -> int:
-        """Return the number of batches that the next steps of the optimizer take, inside an epoch."""
+        """Return the number of batches until the optimizer has taken more steps, inside an epoch."""
         return updates * self._config.gradients.accumulate_steps - self.numbers.batches_waiting
 
     def count_updates(self, plans: Iterable[UpdatePlan]) -> None:
@@ -387,55 +410,58 @@ class TrainState:
             self.numbers.batches_waiting = 0 if plan.takes_step else self.numbers.batches_waiting + 1
 
     def drop_gradients(self) -> None:
-        """Drop the gradients left over from an epoch that was broken off."""
+        """Drop the accumulated gradients of an interrupted epoch."""
         if not self.numbers.batches_waiting:
             return
         self.numbers.batches_waiting = 0
         self.write_back()
-        for own in self.optimizers.values():
-            tensors = [tensor for accumulator in own.accumulators for tensor in accumulator.tensors]
+        for state in self.optimizers.values():
+            tensors = [tensor for accumulator in state.accumulators for tensor in accumulator.tensors]
             zeros = [torch.zeros(t.shape, dtype=t.dtype) for t in tensors]
             copy_into(tensors, zeros, self.placement, self.device.shardings)
 
     def drop_unused_gradients(self) -> None:
-        """Drop the gradients of parameters that no optimizer has, inside a step: nothing would ever clear them."""
-        for parameter in self._unused().values():
+        """Drop the gradients of parameters that no optimizer has, inside a step: nothing else would clear them."""
+        for parameter in self._find_unused().values():
             parameter.grad = None
 
     def note_unused_gradients(self) -> None:
-        """Warn of parameters beside the module that a step has computed a gradient for, and that no optimizer has.
+        """Warn of parameters outside the module that get a gradient in a step, but are in no optimizer.
 
-        In the module itself some may be left out on purpose.
+        The module's own parameters may be left out on purpose.
         """
-        if not self.beside() and not kept_parameters(self._owner):
+        if not self.other_modules() and not kept_parameters(self._owner):
             return
-        unused = [name for name, p in self._unused().items() if p.grad is not None and name.startswith(_BESIDE)]
-        if unused and unused != self._told:
-            self._told = unused
+        unused = [
+            name for name, p in self._find_unused().items() if p.grad is not None and name.startswith(_OTHER_PREFIXES)
+        ]
+        if unused and unused != self._warned:
+            self._warned = unused
             warn(
-                f"no optimizer has {few([readable(name) for name in unused])}, for which the step computes a gradient: "
-                "nothing of it is trained. Give an optimizer these parameters too, as in compile(optimizer=lambda "
+                f"no optimizer has {join_few([readable_name(name) for name in unused])}, for which the step computes a "
+                "gradient: they don't learn. Give an optimizer these parameters too, as in compile(optimizer=lambda "
                 "parameters: torch.optim.SGD([*parameters, *others], lr=0.1)), or freeze them by requires_grad_(False)"
             )
 
-    def _unused(self) -> dict[str, Tensor]:
-        """The parameters that no optimizer has, by name."""
+    def _find_unused(self) -> dict[str, Tensor]:
+        """Return the parameters that no optimizer has, by name."""
         used = {id(p) for optimizer in self._every_optimizer() for p in parameters(optimizer)}
         return {name: t for name, t in self.named_tensors().items() if t.requires_grad and id(t) not in used}
 
     def swap_ema(self, to: bool | None = None) -> None:
         """Swap the weights and their moving averages. Nothing is copied.
 
-        True puts the averages into the module, False the weights, None whichever it doesn't have.
+        Args:
+            to: True puts the averages into the module, False the weights (default None: the other of the two).
         """
-        for own in self.optimizers.values():
-            if own.ema is not None and own.ema.swapped != to:
+        for state in self.optimizers.values():
+            if state.ema is not None and state.ema.swapped != to:
                 self.write_back()
-                own.ema.swap()
+                state.ema.swap()
 
     def finish_ema(self) -> None:
-        """Make the moving averages the weights, as `fit` does at its end."""
-        averages = [own.ema for own in self.optimizers.values() if own.ema is not None]
+        """Overwrite the weights with their moving averages, at the end of `fit`."""
+        averages = [state.ema for state in self.optimizers.values() if state.ema is not None]
         if averages:
             self.write_back()
             for ema in averages:
@@ -445,34 +471,34 @@ class TrainState:
     # To disk and back
 
     def state_dict(self) -> SavedState:
-        """Return the state as a checkpoint keeps it, with the live tensors, wherever they are.
+        """Return the state as a checkpoint keeps it, with the live tensors on their devices.
 
         Raises:
-            WeightsError: The module keeps something in its state that isn't a tensor.
+            WeightsError: The module's state has objects other than tensors.
         """
-        self.write_back()  # before the tensors are listed: held ones are empty
+        self.write_back()  # before the tensors are listed, because held tensors are empty
         names = self._names()
         now = self.numbers
         named = self.named_optimizers()
         for optimizer in named.values():
             if not optimizer.state:  # before the first fit; `load` expects it
-                self.of(optimizer).create(shares=not self.placement.on_host)
-        swapped = {n: ema.swapped for n, o in named.items() if (ema := self.of(o).ema) is not None}
+                self.state_of(optimizer).create(shares=not self.placement.eager)
+        swapped = {n: ema.swapped for n, o in named.items() if (ema := self.state_of(o).ema) is not None}
         numbers = {name: value for name, value in asdict(now).items() if name != "rows_seen"}
         return SavedState(
             named_tensors(self._owner.module),
             self._training_tensors(),
             numbers | {"swapped": swapped},
-            {name: self.of(optimizer).options(names) for name, optimizer in named.items()},
+            {name: self.state_of(optimizer).options(names) for name, optimizer in named.items()},
         )
 
     def load_state_dict(self, saved: SavedState) -> None:
-        """Load the state of a checkpoint, of a model over the same net, into the tensors, wherever they are.
+        """Load the state of a checkpoint into the tensors on their devices.
 
         Raises:
             CheckpointMismatchError: The checkpoint is of another net or optimizer. Nothing has changed.
         """
-        # All checks come before the first change.
+        # All checks precede the first change.
         weights = named_tensors(self._owner.module)
         names = self._names()
         named = self.named_optimizers()
@@ -480,7 +506,7 @@ class TrainState:
         unknown = [name for name in left_out if name not in weights]
         if unknown:
             raise CheckpointMismatchError(
-                f"the checkpoint's net had frozen weights that this one lacks: {few(unknown)}"
+                f"the checkpoint's net had frozen weights that this one lacks: {join_few(unknown)}"
             )
         weights = {name: tensor for name, tensor in weights.items() if name not in left_out}
         check_weights(weights, saved.weights)
@@ -489,40 +515,43 @@ class TrainState:
                 f"the checkpoint is of the optimizers {[*saved.optimizers]}, and the model has {[*named]}"
             )
         for name, optimizer in named.items():
-            self.of(optimizer).check_options(name, names, saved.optimizers[name])
-        own = self._training_tensors()
-        _check_training({n: t for n, t in own.items() if n in saved.training or not is_of_part(n)}, saved.training)
+            self.state_of(optimizer).check_options(name, names, saved.optimizers[name])
+        now = self._training_tensors()
+        _check_training(
+            {n: t for n, t in now.items() if n in saved.training or not is_of_second_part(n)}, saved.training
+        )
 
-        # Before the training tensors are listed, so that the adopted ones are among them.
+        # Adopt before the training tensors are listed, so that the list includes the adopted tensors.
         parameters = {name: t for name, t in self.named_tensors().items() if isinstance(t, nn.Parameter)}
         for name, optimizer in named.items():
-            self.of(optimizer).drop_parts()
-            self.of(optimizer).adopt(name, parameters, saved.training)
+            self.state_of(optimizer).drop_parts()
+            self.state_of(optimizer).adopt(name, parameters, saved.training, saved.optimizers[name])
         shardings = self.shardings(self.placement)
-        move((t for optimizer in named.values() for t in device_state(optimizer)), self.placement, shardings=shardings)
+        on_device = [t for optimizer in named.values() for t in self.state_of(optimizer).device_state()]
+        move(on_device, self.placement, shardings=shardings)
         training = self._training_tensors()
         values = [saved.weights[name] for name in weights] + [saved.training[name] for name in training]
         copy_into([*weights.values(), *training.values()], values, self.placement, shardings)
         for name, optimizer in named.items():
-            self.of(optimizer).load_options(names, saved.optimizers[name])
+            self.state_of(optimizer).load_options(names, saved.optimizers[name])
         chosen = self.numbers.chosen_steps | saved.numbers["chosen_steps"]
         kept = {name: saved.numbers[name] for name in ("step", "seed", "updates", "batches_waiting", "passes")}
         self.numbers = replace(self.numbers, **kept, chosen_steps=chosen)
         for name, optimizer in named.items():
-            ema = self.of(optimizer).ema
+            ema = self.state_of(optimizer).ema
             if ema is not None:
                 ema.swapped = saved.numbers["swapped"].get(name, False)
 
     def reset_to(self, saved: SavedState) -> None:
-        """Return to the host with a checkpoint's weights, as `reset` does; `load_state_dict` loads the rest.
+        """Return to the host with a checkpoint's weights, see `reset`; `load_state_dict` loads the rest.
 
         Raises:
             CheckpointMismatchError: The checkpoint is of another net.
         """
-        own = named_tensors(self._owner.module)
-        check_weights(own, saved.weights)
-        values = {id(tensor): saved.weights[name] for name, tensor in own.items()}
-        kept = {n: t for n, t in self._training_tensors().items() if n.startswith(_BESIDE)}
+        tensors = named_tensors(self._owner.module)
+        check_weights(tensors, saved.weights)
+        values = {id(tensor): saved.weights[name] for name, tensor in tensors.items()}
+        kept = {n: t for n, t in self._training_tensors().items() if n.startswith(_OTHER_PREFIXES)}
         values |= {id(t): saved.training[name] for name, t in kept.items() if name in saved.training}
         self.reset(values)
 
@@ -535,50 +564,52 @@ class TrainState:
         named = self.named_tensors()
         names = {id(tensor): name for name, tensor in named.items()}
         saved = {id(tensor) for tensor in named_tensors(module).values()}
-        found = {f"buffer/{name}": b for name, b in module.named_buffers() if id(b) not in saved}
-        known = saved | {id(tensor) for tensor in found.values()}
-        found |= {name: t for name, t in named.items() if name.startswith(_BESIDE) and id(t) not in known}
+        tensors = {f"buffer/{name}": b for name, b in module.named_buffers() if id(b) not in saved}
+        known = saved | {id(tensor) for tensor in tensors.values()}
+        tensors |= {name: t for name, t in named.items() if name.startswith(_OTHER_PREFIXES) and id(t) not in known}
         for name, optimizer in self.named_optimizers().items():
-            found |= self.of(optimizer).tensors_by_name(name, names)
-        return found
+            tensors |= self.state_of(optimizer).tensors_by_name(name, names)
+        return tensors
 
     # To undo a trial
 
     def snapshot(self) -> Snapshot:
-        """Copy everything, to put it back after a trial. **This waits** for the device, once."""
+        """Copy everything, to put it back after a trial. **This waits** for the device."""
         self.write_back()
         owner = self._owner
         optimizers = list(self.named_optimizers().values())
         modules = [part for module in self.modules for part in module.modules()]
         # All attributes of modules, not only modes: a flag may say that a layer has seen its first batch, and a buffer
-        # may be replaced by another tensor. Those of the model too: the user's own steps may change them.
-        dicts = [_copied(vars(part)) for part in (owner, *modules)] + [_copied(part._buffers) for part in modules]
-        dicts += [_copied(group) for optimizer in optimizers for group in optimizer.param_groups]
-        states = [_copied(optimizer.state) for optimizer in optimizers]
-        states += [_copied(own) for optimizer in optimizers for own in optimizer.state.values()]
+        # may be replaced by another tensor. The model's attributes too, because the user's steps may change them.
+        dicts = [_copy_items(vars(part)) for part in (owner, *modules)] + [
+            _copy_items(part._buffers) for part in modules
+        ]
+        dicts += [_copy_items(group) for optimizer in optimizers for group in optimizer.param_groups]
+        states = [_copy_items(optimizer.state) for optimizer in optimizers]
+        states += [_copy_items(values) for optimizer in optimizers for values in optimizer.state.values()]
         tensors, _ = self.tensors()
         for _, state in states:
             tensors |= {id(value): value for value in state.values() if isinstance(value, Tensor)}
         return Snapshot(
             dicts=[*dicts, *states],
-            swapped=[(own, own.ema.swapped) for own in self.optimizers.values() if own.ema is not None],
+            swapped=[(state, state.ema.swapped) for state in self.optimizers.values() if state.ema is not None],
             tensors=list(tensors.values()),
-            values=copies(list(tensors.values()), "state"),
+            values=copy_to_host(list(tensors.values()), "state"),
             numbers=replace(self.numbers, chosen_steps=dict(self.numbers.chosen_steps)),
             random=RNGState.now(),
         )
 
     def put_back(self, before: Snapshot) -> None:
-        """Restore everything, whatever has happened since. Graphs captured since are void."""
-        self.device.clear_lost()  # no lost value is read any more: all of them are replaced below
+        """Restore the snapshot `before`. Graphs captured since then become invalid."""
+        self.device.clear_lost()  # every lost value is replaced below
         self.write_back()
         for now, kept in before.dicts:
             for key in now.keys() - kept.keys():
                 del now[key]
             now.update(kept)
-        for own, swapped in before.swapped:
-            if own.ema is not None:
-                own.ema.swapped = swapped
+        for state, swapped in before.swapped:
+            if state.ema is not None:
+                state.ema.swapped = swapped
         self.numbers = before.numbers
         copy_into(before.tensors, before.values, self.placement, self.device.shardings)
         before.random.restore()
@@ -587,12 +618,12 @@ class TrainState:
 class Snapshot(NamedTuple):
     """Everything that training changes, at one moment.
 
-    The values are on the host: on the device they would double the memory of the state, which a net that just fits
-    can't spare, and a failed step might lose them along with the state.
+    The values are on the host, because on the device they would double the memory of the state, and a failed step
+    could lose them too.
     """
 
     dicts: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]  # of Python objects, each with a copy of its items
-    swapped: list[tuple[OptimizerState, bool]]  # each with averages, and True if these are in the weights' place
+    swapped: list[tuple[OptimizerState, bool]]  # each with averages, and True if the module has the averages
     tensors: list[Tensor]
     values: list[Tensor]  # of these tensors, on the host
     numbers: TrainNumbers
@@ -606,7 +637,7 @@ def _put(slots: MutableMapping[Any, Any], name: Any, tensor: Tensor | None) -> N
         slots[name] = tensor
 
 
-def _copied(values: MutableMapping[Any, Any]) -> tuple[MutableMapping[Any, Any], dict[Any, Any]]:
+def _copy_items(values: MutableMapping[Any, Any]) -> tuple[MutableMapping[Any, Any], dict[Any, Any]]:
     return values, dict(values)
 
 
@@ -615,41 +646,30 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def readable(name: str) -> str:
-    """Return a tensor's name as users know it.
+def readable_name(name: str) -> str:
+    """Return a tensor's name in the user's terms.
 
     Example:
-        >>> readable("kept/teacher/0.weight"), readable("loss/0/centers"), readable("0.weight")
+        >>> readable_name("kept/teacher/0.weight"), readable_name("loss/0/centers"), readable_name("0.weight")
         ('teacher.0.weight', 'centers of the loss', '0.weight')
     """
     kind, _, rest = name.partition("/")
     if kind == "loss":
         return f"{rest.partition('/')[2]} of the loss"
-    return rest.replace("/", ".") if f"{kind}/" in _BESIDE else name
+    return rest.replace("/", ".") if f"{kind}/" in _OTHER_PREFIXES else name
 
 
-def _optimizers_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Optimizer]]:
-    """Yield the optimizers among a model's attributes, and in lists, tuples and dicts there, by name."""
-    for name, value in attributes.items():
-        if isinstance(value, Optimizer):
-            yield name, value
-        elif isinstance(value, (list, tuple)):
-            yield from ((f"{name}.{i}", item) for i, item in enumerate(value) if isinstance(item, Optimizer))
-        elif isinstance(value, dict):
-            yield from ((f"{name}.{key}", item) for key, item in value.items() if isinstance(item, Optimizer))
-
-
-def _check_training(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    missing = [name for name in own if name not in given]
+def _check_training(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    missing = [name for name in expected if name not in given]
     if missing:
         raise CheckpointMismatchError(
-            f"the checkpoint lacks {few(missing)}: it was made with other arguments of compile, such as another loss, "
-            "use_ema or accumulate_steps"
+            f"the checkpoint lacks {join_few(missing)}: it was made with different arguments of compile, such as "
+            "another loss, use_ema or accumulate_steps"
         )
     others = [
         f"{name}: {given[name].dtype} {tuple(given[name].shape)} then, {tensor.dtype} {tuple(tensor.shape)} now"
-        for name, tensor in own.items()
+        for name, tensor in expected.items()
         if (given[name].shape, given[name].dtype) != (tensor.shape, tensor.dtype)
     ]
     if others:
-        raise CheckpointMismatchError(f"the checkpoint's training state has other shapes or dtypes: {few(others)}")
+        raise CheckpointMismatchError(f"the checkpoint's training state has other shapes or dtypes: {join_few(others)}")

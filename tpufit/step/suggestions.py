@@ -1,4 +1,4 @@
-"""What a `tpufit.Model` has in the place of a method, attribute or argument of `nn.Module`, Keras and others."""
+"""What to use in a `tpufit.Model` instead of a method, attribute or argument of `nn.Module`, Keras and others."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -7,14 +7,14 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from ..errors import ArgumentError, few
+from ..errors import ArgumentError, join_few
 from ..utils.users_code import warn
 
 _MOVES = "fit, evaluate and predict move the module to the cores, and model.to_cpu() brings it back"
-_MODES = "fit, evaluate and predict set the mode; within a step model(x, training=False) does for one call"
+_MODES = "fit, evaluate and predict set the mode; within a step model(x, training=False) sets it for one call"
 _PRECISION = "model.compile(..., precision='bf16') chooses the precision"
 _LAYERS = "the layers are in model.module: list(model.module.children())"
-_WEIGHTS = "model.parameters() are the weights, and model.get_weights() gives arrays of them"
+_WEIGHTS = "model.parameters() are the weights, and model.get_weights() returns them as arrays"
 _INSTEAD = {
     **dict.fromkeys(("to", "cuda", "cpu", "xpu"), _MOVES),
     **dict.fromkeys(("train", "eval", "training"), _MODES),
@@ -27,7 +27,7 @@ _INSTEAD = {
     "zero_grad": "model.apply_gradients(loss) sets the gradients to zero, computes them, and takes a step",
     "step": "model.apply_gradients(loss) takes a step of the optimizer, and fit calls train_step",
     "forward": "model(x) or model.module(x) computes the outputs",
-    "loss": "the loss is that of compile, and model.compute_loss(x, y, y_pred) computes it",
+    "loss": "compile sets the loss, and model.compute_loss(x, y, y_pred) computes it",
     **dict.fromkeys(
         ("get_config", "from_config", "to_json"), "a net is built by your own code, and model.save keeps its state"
     ),
@@ -36,9 +36,11 @@ _INSTEAD = {
     ),
     "non_trainable_variables": _WEIGHTS,
     "make_train_function": "override train_step: fit traces and compiles it",
-    "add_metric": "compile(metrics=...) takes metrics, also functions and torchmetrics objects",
-    "losses": "return every term of the loss from compute_loss",
-    "add_loss": "return it from compute_loss: override that, and add to super().compute_loss(...)",
+    "add_metric": "compile(metrics=...) takes metrics: names, functions and torchmetrics objects",
+    "show_batch": "tpufit.show_batch(data) draws a batch of images",
+    "show_top_losses": "tpufit.show_top_losses(model, data) draws the images with the largest losses",
+    "losses": "compute_loss returns the sum of all terms of the loss",
+    "add_loss": "override compute_loss, and return super().compute_loss(...) plus the term",
 }
 _SCHEDULE = "a schedule is a callback: fit(callbacks=[tpufit.callbacks.LRScheduler('cosine', warmup=0.05)])"
 _OPTIMIZERS = (
@@ -51,14 +53,14 @@ _ARGUMENTS = {
     **dict.fromkeys(("workers", "num_workers", "use_multiprocessing", "max_queue_size"), _WORKERS),
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "compile(accumulate_steps=4) does it"),
     **dict.fromkeys(("mixed_precision", "dtype", "amp"), "compile(precision='bf16') chooses the precision"),
-    "auto_scale_loss": "bfloat16 has the range of float32, so that no loss needs to be scaled",
+    "auto_scale_loss": "bfloat16 has the range of float32, so no loss needs scaling",
     "clipnorm": "compile(clip_norm=1.0) does it",
     "clipvalue": "compile(clip_value=1.0) does it",
     "global_clipnorm": "compile(global_clip_norm=1.0) does it",
     "max_epochs": "fit(epochs=10) trains for 10 epochs",
     # of callbacks
-    "dirpath": "filepath is the place: ModelCheckpoint('runs/a') keeps a folder of checkpoints",
-    "filename": "filepath is the place: ModelCheckpoint('runs/a/{epoch:02d}-{val_loss:.2f}.safetensors')",
+    "dirpath": "filepath is the path: ModelCheckpoint('runs/a') keeps a folder of checkpoints",
+    "filename": "filepath is the path: ModelCheckpoint('runs/a/{epoch:02d}-{val_loss:.2f}.safetensors')",
     "save_top_k": "keep_best=3 keeps the three best checkpoints of a folder",
     "save_last": "a folder keeps the newest checkpoints: keep_last=3 says how many",
     **dict.fromkeys(
@@ -68,7 +70,7 @@ _ARGUMENTS = {
     "stopping_threshold": "a callback of your own can set self.model.stop_training = True in on_epoch_end",
     "check_finite": "TerminateOnNaN() ends training when the loss isn't finite",
 }
-# Lightning's methods and hooks, and those of transformers' callbacks, that are never called here; and what is.
+# Hooks of Lightning and of transformers' callbacks that are never called here, and the hook to use instead.
 _HOOKS = {
     "on_fit_start": "on_train_begin",
     "on_fit_end": "on_train_end",
@@ -100,7 +102,7 @@ _HOOKS = {
         )
     },
 }
-_CALLED = {"on_test_end", "on_predict_end", "on_test_batch_end", "on_predict_batch_end"}  # the same name in both
+_CALLED = {"on_test_end", "on_predict_end", "on_test_batch_end", "on_predict_batch_end"}  # these exist here, too
 _HOOKS = {name: hook for name, hook in _HOOKS.items() if name not in _CALLED}
 _OF_STEPS = dict.fromkeys(
     ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "optimizer_step"),
@@ -119,13 +121,13 @@ _STEPS = ("train_step", "test_step", "predict_step")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def explaining(method: _F) -> _F:
-    """Say what to use instead of an argument that others have, when a method is given it: a `TypeError`, as Python's.
+def explain_arguments(method: _F) -> _F:
+    """Decorate a method: an argument with another library's name raises a `TypeError` that says what to use instead.
 
-    Any other argument that the method doesn't have is Python's own error.
+    Any other unknown argument raises Python's error.
 
     Example:
-        >>> @explaining
+        >>> @explain_arguments
         ... def compile(loss): ...
         >>> compile("mse", clipnorm=1.0)
         Traceback (most recent call last):
@@ -144,41 +146,41 @@ def explaining(method: _F) -> _F:
 
 
 def warn_of_uncalled_methods(model: type, base: type) -> None:
-    """Warn of methods with Lightning's names in a subclass of `Model`, which nothing calls.
+    """Warn of methods with Lightning's names in a subclass of `Model`, which tpufit never calls.
 
     Raises:
-        ArgumentError: A step takes more than a batch, as Lightning's do.
+        ArgumentError: A step takes more than a batch, as Lightning's steps do.
     """
-    own = _own_functions(model, base)
+    functions = _find_functions(model, base)
     for name in _STEPS:
-        code = _code_of(own.get(name))
-        if code is not None and code.co_argcount - len(own[name].__defaults__ or ()) > 2:
+        code = _code_of(functions.get(name))
+        if code is not None and code.co_argcount - len(functions[name].__defaults__ or ()) > 2:
             raise ArgumentError(
                 f"{model.__name__}.{name} must take (self, batch), got {code.co_varnames[: code.co_argcount]}: leave "
-                "out the number of the batch"
+                "out the other arguments, such as the batch's number"
             )
     hooks = {name: f"a Callback with {hook}" for name, hook in _HOOKS.items()}
-    _warn(model, own, _METHODS | hooks | _OF_STEPS, "Model")
+    _warn(model, functions, _METHODS | hooks | _OF_STEPS, "Model")
 
 
 def warn_of_uncalled_hooks(callback: type, base: type) -> None:
-    """Warn of hooks with the names that other libraries have for them in a class of callbacks, which nothing calls."""
-    _warn(callback, _own_functions(callback, base), _HOOKS | _OF_STEPS, "Callback")
+    """Warn of hooks with other libraries' names in a class of callbacks, which tpufit never calls."""
+    _warn(callback, _find_functions(callback, base), _HOOKS | _OF_STEPS, "Callback")
 
 
-def _warn(kind: type, own: Mapping[str, Any], instead: Mapping[str, str], what: str) -> None:
-    # A method whose name others of the class have in their code is called there.
-    called = {name for function in own.values() if (code := _code_of(function)) for name in code.co_names}
-    uncalled = [f"{name} (use {instead[name]})" for name in own if name in instead and name not in called]
+def _warn(kind: type, functions: Mapping[str, Any], instead: Mapping[str, str], base_name: str) -> None:
+    # A method whose name occurs in the code of other methods of the class is called there.
+    called = {name for function in functions.values() if (code := _code_of(function)) for name in code.co_names}
+    uncalled = [f"{name} (use {instead[name]})" for name in functions if name in instead and name not in called]
     if uncalled:
-        warn(f"of the {what} {kind.__name__} tpufit never calls {few(uncalled)}")
+        warn(f"tpufit never calls these methods of the {base_name} {kind.__name__}: {join_few(uncalled)}")
 
 
-def _own_functions(kind: type, base: type) -> dict[str, Any]:
-    """The functions that the classes between a class and its base define, by name."""
+def _find_functions(kind: type, base: type) -> dict[str, Any]:
+    """Return the functions that the classes below a base define, by name."""
     between = kind.__mro__[: kind.__mro__.index(base)] if base in kind.__mro__ else [kind]
     return {
-        name: value for own in reversed(between) for name, value in vars(own).items() if _code_of(value) is not None
+        name: value for cls in reversed(between) for name, value in vars(cls).items() if _code_of(value) is not None
     }
 
 
@@ -188,7 +190,7 @@ def _code_of(function: Any) -> CodeType | None:
 
 
 def suggestion_for(name: str) -> str | None:
-    """Return the sentence that says what to use instead of a method or attribute; None if nobody would look for it.
+    """Return a sentence that says what to use instead of a missing method or attribute, or None.
 
     Example:
         >>> suggestion_for("children")

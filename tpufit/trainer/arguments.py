@@ -1,55 +1,53 @@
-"""The arguments of `fit`, `evaluate` and `predict`, each with its owner: checks, and the streams that they make.
+"""The arguments of `fit`, `evaluate` and `predict`: which class owns and checks which, and the streams made of them.
 
 | owner | arguments |
 | --- | --- |
-| `TrainingData` | x, y, sample_weight, batch_size, shuffle, steps_per_epoch, class_weight, device_transform |
+| `TrainingData` | data (x, y, sample_weight), batch_size, shuffle, steps_per_epoch, class_weight, device_transform, \
+last_batch |
 | `ValidationData` | validation_split, validation_data, validation_steps, validation_batch_size, validation_freq, \
 validation_step_freq, validation_limit |
-| `Schedule` | epochs, initial_epoch, min_epochs, max_steps, limit, max_time, resume, strict |
+| `Schedule` | epochs, initial_epoch, min_epochs, max_steps, limit, max_time, resume, strict, \
+sanity_steps |
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import ceil
 from typing import Any
 
 import numpy as np
-import torch
 
-from .. import losses
 from ..backend import Cores, Placement
-from ..callbacks import Callback, CallbackList
-from ..data import Compose, Stream, Transform, stream, train_validation_split
-from ..data.forms import brings_batches, is_arrays
-from ..data.stream import GLOBAL
+from ..data import Compose, Stream, Transform
+from ..data.stream import GLOBAL, make_stream
+from ..data.user_data import UserData
 from ..errors import (
     ArgumentError,
-    NotCompiledError,
-    counted,
-    few,
     require_choice,
     require_flag,
     require_number,
     require_whole,
+    say_count,
     short_repr,
 )
 from ..losses import ClassWeight, LossByOutput
-from ..step import Engine, StepMethods
+from ..step import Engine
 from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import users_line
+from .last_batch import CHOICES
 
 
 def _set(record: Any, name: str, value: object) -> None:
-    """Set a field of a frozen dataclass that is being made."""
+    """Set a field of a frozen dataclass in its `__post_init__`."""
     object.__setattr__(record, name, value)
 
 
-def _batch_size(name: str, value: Any, *names: str) -> Any:
-    """Return a batch size, which may go by one of some names; None is none."""
+def _check_batch_size(name: str, value: Any, *names: str) -> Any:
+    """Check and return a batch size: a whole number, one of some names, or None."""
     if value is None or (isinstance(value, str) and value in names):
         return value
     return require_whole(name, value, otherwise=" or ".join(map(repr, names)))
@@ -61,7 +59,7 @@ def is_whole(value: object) -> bool:
 
 
 def is_count_or_share(value: float) -> bool:
-    """True for a whole number of at least 1, or a fraction above 0 and up to 1."""
+    """True for a whole number of at least 1, or a share above 0 and up to 1."""
     return is_whole(value) or (not isinstance(value, (int, np.integer)) and 0 < value <= 1)
 
 
@@ -73,19 +71,19 @@ def _check_limit(record: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The data of a `fit`. The attributes are arguments of `Model.fit`, under their names."""
+    """The training data of a `fit`. The attributes except `data` are arguments of `Model.fit` of the same names."""
 
-    x: Any
-    y: Any = None
-    sample_weight: Any = None
+    data: UserData  # x, y and sample_weight
     batch_size: Any = None
     shuffle: bool | str = True
     steps_per_epoch: int | None = None
     class_weight: Mapping[int, float] | str | None = None
     device_transform: Transform | None = None
+    last_batch: str = "exact"
 
     def __post_init__(self) -> None:
-        _set(self, "batch_size", _batch_size("batch_size", self.batch_size, "auto", GLOBAL))
+        require_choice("last_batch", self.last_batch, *CHOICES)
+        _set(self, "batch_size", _check_batch_size("batch_size", self.batch_size, "auto", GLOBAL))
         if self.steps_per_epoch is not None:
             _set(self, "steps_per_epoch", require_whole("steps_per_epoch", self.steps_per_epoch))
         require_choice("shuffle", self.shuffle, True, False, "batch")
@@ -94,41 +92,49 @@ class TrainingData:
         if isinstance(self.device_transform, type):
             name = self.device_transform.__name__
             raise ArgumentError(
-                f"device_transform must be a function of a batch, got the class {name}: make one, {name}()"
+                f"device_transform must be a function of a batch, got the class {name}: pass an instance, {name}()"
             )
 
-    def weigher(self, engine: Engine) -> ClassWeight | None:
-        """Return the class weights, checked.
+    def make_class_weight(self, engine: Engine) -> ClassWeight | None:
+        """Check the class weights and return them.
 
         Raises:
-            ArgumentError: The weights are used with several outputs, or are no weights.
+            ArgumentError: The weights are invalid, or the loss has several outputs.
         """
         if self.class_weight is None or (isinstance(self.class_weight, dict) and not self.class_weight):
             return None
-        weigher = ClassWeight(self.class_weight, self.y)
+        weights = ClassWeight(self.class_weight, self.data.y)
         if isinstance(engine.config.loss, LossByOutput):
             raise ArgumentError(
-                "class_weight goes with one output only, and the loss has several: pass sample_weight in the form of y"
+                "class_weight needs a loss of one output, and this loss has several: pass sample_weight in the form "
+                "of y"
             )
-        return weigher
+        return weights
 
     def stream(self, placement: Placement, cores: Cores, seed: int) -> Stream:
         """Return the stream of the global batches to train on."""
-        how = {"shuffle": self.shuffle, "seed": seed, "steps": self.steps_per_epoch}
-        made = _stream((self.x, self.y, self.sample_weight), self.batch_size, placement, cores, **how)
+        data = make_stream(
+            self.data,
+            batch_size=self.batch_size,
+            cores=cores.count,
+            shuffle=self.shuffle,
+            seed=seed,
+            steps=self.steps_per_epoch,
+            local_shards=placement.local_shards,
+        )
         if self.device_transform is not None:
-            own = made.device_transform
-            made.device_transform = self.device_transform if own is None else Compose(own, self.device_transform)
-        return made
+            first = data.device_transform
+            data.device_transform = self.device_transform if first is None else Compose(first, self.device_transform)
+        return data
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The data to validate on, and the schedule."""
+    """The validation data, and when to validate."""
 
     stream: Stream
-    due: int | Container[int]  # the epochs, from 1, that end with a validation; or n, for every n-th one
-    every: int | None = None  # steps between two validations inside an epoch; None: none inside
+    due: int | Container[int]  # the epochs, from 1, that end with a validation; or n for every n-th epoch
+    every: int | None = None  # steps between two validations inside an epoch; None: no validation inside
 
     def is_due(self, epoch: int) -> bool:
         """True if an epoch (from 0) ends with a validation."""
@@ -137,10 +143,10 @@ class Validation:
 
 @dataclass(frozen=True)
 class ValidationData:
-    """The validation of a `fit`. The attributes are arguments of `Model.fit`, under their names without the prefix."""
+    """The validation of a `fit`. The attributes are arguments of `Model.fit`, without their prefix `validation_`."""
 
     split: float = 0.0
-    data: Any = None
+    data: UserData | None = None
     steps: int | None = None
     batch_size: int | str | None = None
     freq: int | Container[int] = 1
@@ -151,13 +157,13 @@ class ValidationData:
         given = 0.0 if self.split is None or self.split is False else self.split
         split = require_number("validation_split", given, "a share from 0 to below 1", lambda share: 0 <= share < 1)
         _set(self, "split", split)
-        _set(self, "batch_size", _batch_size("validation_batch_size", self.batch_size, GLOBAL))
+        _set(self, "batch_size", _check_batch_size("validation_batch_size", self.batch_size, GLOBAL))
         if self.steps is not None:
             _set(self, "steps", require_whole("validation_steps", self.steps))
         freq: Any = self.freq
         if isinstance(freq, Container) and not isinstance(freq, (str, bytes, Mapping)):
             if isinstance(freq, Iterable) and not all(is_whole(epoch) for epoch in freq):
-                wanted = "a whole number of at least 1, or hold such numbers"
+                wanted = "a whole number of at least 1, or a collection of such numbers"
                 raise ArgumentError(f"validation_freq must be {wanted}, got {short_repr(freq)}")
         else:
             _set(self, "freq", require_whole("validation_freq", freq, otherwise="a list of the epochs, from 1"))
@@ -168,57 +174,65 @@ class ValidationData:
 
     @property
     def given(self) -> bool:
-        """True if there is something to validate on."""
+        """True if there are validation data."""
         return bool(self.split) or self.data is not None
 
-    def split_off(self, train: TrainingData) -> tuple[TrainingData, ValidationData]:
-        """Take the last rows of the training data to validate on, if `validation_split` asks for it.
+    def with_limit_of(self, schedule: Schedule) -> ValidationData:
+        """Return the same data with the limit of a schedule, unless they have a limit already.
 
         Raises:
-            ArgumentError: `validation_data` are arrays in a list, which would be several inputs without targets.
+            ArgumentError: The schedule has `sanity_steps`, but there are no validation data, or they can be read only
+                once.
         """
-        data = self.data
-        meant = isinstance(data, list) and 2 <= len(data) <= 3 and not isinstance(train.x, list)
-        if meant and all(is_arrays(part) for part in data) and not isinstance(data[-1], (tuple, Mapping)):
-            parts = "(x, y)" if len(data) == 2 else "(x, y, sample_weight)"
+        if schedule.sanity_steps and not self.given:
+            raise ArgumentError("sanity_steps needs validation_data or validation_split to validate on")
+        if schedule.sanity_steps and self.data is not None and isinstance(self.data.x, Iterator):
             raise ArgumentError(
-                f"validation_data is a list of {counted(len(data), 'array')}, which would be as many inputs: pass a "
-                f"tuple, {parts}"
+                f"sanity_steps would consume batches of validation_data, a {type(self.data.x).__name__} that can be "
+                "read only once: pass data that can be read again, such as a list of the batches or a DataLoader"
             )
+        return replace(self, limit=schedule.limit) if self.limit is None and self.given else self
+
+    def first_batches(self, steps: int) -> ValidationData:
+        """Return the same data limited to their first `steps` batches, without validation inside epochs."""
+        return replace(self, limit=steps, step_freq=None)
+
+    def split_off(self, train: TrainingData) -> tuple[TrainingData, ValidationData]:
+        """Split the last rows off the training data for validation, if `validation_split` is given."""
         if not self.split or self.data is not None:
             return train, self
-        x, y, weight, held = train_validation_split(train.x, train.y, train.sample_weight, self.split)
-        return replace(train, x=x, y=y, sample_weight=weight), replace(self, data=held)
+        data, held_out = train.data.split(self.split)
+        return replace(train, data=data), replace(self, data=held_out)
 
-    def rows_per_core(self, batch_size: int | str | None) -> int | str | None:
-        """Return the batch size, by default that of training, as far as the data go with it."""
+    def choose_batch_size(self, batch_size: int | str | None) -> int | str | None:
+        """Return the validation's batch size, by default the batch size of training if the data take one."""
         if self.batch_size is not None:
             return self.batch_size
-        if brings_batches(self.data):
+        if self.data is not None and self.data.has_batches:
             return GLOBAL if batch_size == GLOBAL else None
         return None if batch_size == GLOBAL else batch_size
 
     def build(
         self, placement: Placement, cores: Cores, batch_size: int | str | None, train_steps: int | None
     ) -> Validation | None:
-        """Return the data to validate on and the schedule; None if there is nothing to validate on.
+        """Return the validation; None without validation data.
 
-        `batch_size` is that of training, `train_steps` the number of steps in its epoch, if known.
+        `batch_size` is training's batch size, `train_steps` the number of steps in its epoch, if known.
         """
         if self.data is None:
             for name in ("step_freq", "limit"):
                 if getattr(self, name) is not None:
                     raise ArgumentError(f"validation_{name} needs validation_data or validation_split to validate on")
             return None
-        held_out = evaluation_stream(self.data, self.rows_per_core(batch_size), placement, cores, self.steps)
+        held_out = evaluation_stream(self.data, self.choose_batch_size(batch_size), placement, cores.count, self.steps)
         if self.limit is not None:
             held_out.limit(self.limit, "validation_limit")
-        every = None if self.step_freq is None else steps_between(self.step_freq, train_steps)
+        every = None if self.step_freq is None else steps_between_validations(self.step_freq, train_steps)
         return Validation(held_out, self.freq, every)
 
 
-def steps_between(freq: int | float, steps: int | None) -> int:
-    """Return the number of steps between two validations inside an epoch; as a float, `freq` is a share of it.
+def steps_between_validations(freq: int | float, steps: int | None) -> int:
+    """Return the number of steps between two validations inside an epoch; a float `freq` is a share of the epoch.
 
     Raises:
         ArgumentError: The number is never reached, or the share can't be computed.
@@ -226,24 +240,24 @@ def steps_between(freq: int | float, steps: int | None) -> int:
     if isinstance(freq, float) and 0 < freq <= 1:
         if steps is None:
             raise ArgumentError(
-                f"validation_step_freq={freq}: the data don't say how many batches they have; give a number of steps"
+                f"validation_step_freq={freq}: the number of batches is unknown, so give a number of steps, not a share"
             )
         return max(1, round(freq * steps))
     freq = require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
     if steps is not None and freq > steps:
         raise ArgumentError(
-            f"validation_step_freq={freq} is never reached: an epoch has {counted(steps, 'step')}. Use validation_freq "
-            "to validate at the end of every so many epochs"
+            f"validation_step_freq={freq} is never reached: an epoch has {say_count(steps, 'step')}. Use "
+            "validation_freq to validate at the end of every n-th epoch"
         )
     return freq
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The course of a `fit`. The attributes are arguments of `Model.fit`, under their names.
+    """The schedule of a `fit`. The attributes are arguments of `Model.fit` of the same names.
 
     Raises:
-        ArgumentError: A number out of range.
+        ArgumentError: A number is out of range.
     """
 
     epochs: int | None = None
@@ -254,12 +268,15 @@ class Schedule:
     max_time: float | timedelta | None = None
     resume: bool | str | os.PathLike[str] = False
     strict: bool = False
+    sanity_steps: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 0), ("initial_epoch", 0), ("min_epochs", 0), ("max_steps", 1)):
+        for name, least in (("epochs", 0), ("max_steps", 1)):
             value = getattr(self, name)
-            if value is not None or name in ("initial_epoch", "min_epochs"):
+            if value is not None:
                 _set(self, name, require_whole(name, value, least))
+        for name in ("initial_epoch", "min_epochs", "sanity_steps"):
+            _set(self, name, require_whole(name, getattr(self, name), 0))
         _check_limit(self, "limit")
         if self.max_time is not None:
             wanted = "a number of seconds above 0 or a timedelta"
@@ -274,20 +291,20 @@ class Schedule:
         """`max_time` in seconds, or None."""
         return self.max_time.total_seconds() if isinstance(self.max_time, timedelta) else self.max_time
 
-    def policy(self, engine: Engine) -> Strict:
-        """Return the policy on whatever makes steps slow. Its errors name the user's line.
+    def make_strict(self, engine: Engine) -> Strict:
+        """Return the policy on what slows down steps. Its errors name the user's line.
 
         Raises:
             ArgumentError: `strict` is set, but steps run eagerly.
         """
         if self.strict and engine.config.run_eagerly:
             raise ArgumentError(
-                "strict=True looks at graphs, and compile(run_eagerly=True) makes none: use one of them"
+                "strict=True checks graphs, and compile(run_eagerly=True) makes none: use one of the two"
             )
         return Strict(users_line()) if self.strict else LENIENT
 
     def params(self, steps: int | None, accumulate_steps: int) -> dict[str, int | None]:
-        """Return the course of training as callbacks get it, see `Callback.params`; `steps` are an epoch's batches."""
+        """Return the schedule as callbacks get it, see `Callback.params`; `steps` is an epoch's number of batches."""
         updates = None if steps is None else ceil(steps / accumulate_steps)
         epochs = self.epochs
         if epochs is None:
@@ -299,102 +316,8 @@ class Schedule:
 
 
 def evaluation_stream(
-    data: Any,
-    batch_size: int | str | None,
-    placement: Placement,
-    cores: Cores,
-    steps: int | None,
-    name: str = "validation_data",
+    data: UserData, batch_size: int | str | None, placement: Placement, cores: int, steps: int | None
 ) -> Stream:
-    """Return the stream of the global batches to evaluate on: of `steps`, if given, which errors call by `name`."""
-    return _stream(parts_of(data), batch_size, placement, cores, steps=steps, restart=True, name=name)
-
-
-def parts_of(data: Any) -> tuple[Any, ...]:
-    """Return the inputs of data to evaluate on, and their targets and weights if these are apart."""
-    return data if isinstance(data, tuple) and 2 <= len(data) <= 3 else (data,)
-
-
-def _stream(data: Any, batch_size: int | str | None, placement: Placement, cores: Cores, **how: Any) -> Stream:
-    return stream(*data, batch_size=batch_size, cores=cores.count, local_shards=placement.local_shards, **how)
-
-
-def require_compiled(engine: Engine, method: str) -> None:
-    """Check that the model has the optimizer and the loss that a method, which the error names, needs.
-
-    Raises:
-        NotCompiledError: `compile` has not been called, or was given no loss and nothing computes one.
-    """
-    if not engine.compiled:
-        raise NotCompiledError(
-            f"{method} needs a compiled model: call model.compile(optimizer='adamw', loss='cross_entropy') first"
-        )
-    kind: Any = type(engine.model)
-    if kind.train_step is StepMethods.train_step and kind.compute_loss is StepMethods.compute_loss:
-        losses.required(engine.config.loss, method)
-
-
-def require_gradients(method: str) -> None:
-    """Check that PyTorch computes gradients, which a method, named in the error, needs.
-
-    Raises:
-        ArgumentError: It is told not to, so that nothing could be learnt.
-    """
-    if not torch.is_grad_enabled():
-        raise ArgumentError(f"{method} is called under torch.no_grad() or torch.inference_mode(): call it outside")
-
-
-def require_learning(engine: Engine) -> None:
-    """Check that an optimizer has what was added to the module, and that a model of peft has adapters that learn.
-
-    Any other module may have no weights that do, as in Keras.
-
-    Raises:
-        ArgumentError: A layer has come after `compile`, and no optimizer has its parameters; or all of peft's weights
-            are frozen.
-    """
-    module = engine.model.module
-    added = engine.state.untrained()
-    if added:
-        layer = added[0].rpartition(".")[0] or "..."
-        raise ArgumentError(
-            f"{few(added)} came into the module after compile, and no optimizer has them: they would not learn. "
-            "Call compile again, or model.optimizer.add_param_group({'params': "
-            f"model.module.get_submodule({layer!r}).parameters()}}); or freeze them by requires_grad_(False)"
-        )
-    if any(p.requires_grad for p in module.parameters()) or not any(
-        hasattr(m, "peft_config") for m in module.modules()
-    ):
-        return
-    raise ArgumentError(
-        "this model of peft has no weight that learns: load adapters with PeftModel.from_pretrained(..., "
-        "is_trainable=True), or add some with get_peft_model(...), and freeze nothing afterwards"
-    )
-
-
-def require_one_schedule(callbacks: Sequence[object]) -> None:
-    """Check that no two callbacks give each step its rate.
-
-    Raises:
-        ArgumentError: There are two, of which the later one would win.
-    """
-    names = [type(callback).__name__ for callback in callbacks if getattr(callback, "sets_each_step", False)]
-    if len(names) > 1:
-        raise ArgumentError(
-            f"{' and '.join(names)} each give every step its rate, and the last would win: pass one of them"
-        )
-
-
-def callback_list(engine: Engine, callbacks: Any, params: dict[str, Any], *own: Callback) -> CallbackList:
-    """Return the callbacks, then `own`, and a progress bar if one is wanted and missing: a silent one would cost time.
-
-    A `CallbackList` of the user's gets no bar, as in Keras.
-    """
-    add_progbar = bool(params["verbose"]) and not isinstance(callbacks, CallbackList)
-    # The engine's model is the user's own, with all that callbacks may touch.
-    model: Any = engine.model
-    all_callbacks = CallbackList([*CallbackList(callbacks), *own], False, add_progbar, model, **params)
-    all_callbacks.expose = engine.expose
-    all_callbacks.note_users_code = engine.note_users_code
-    engine.note_users_code(seldom=True)  # the user's program, which has called this
-    return all_callbacks
+    """Return the stream of `steps` global batches to evaluate on (None: all)."""
+    shards = placement.local_shards
+    return make_stream(data, batch_size=batch_size, cores=cores, steps=steps, restart=True, local_shards=shards)

@@ -4,45 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
-
-from torch.utils.data import IterableDataset
+from typing import TypeAlias
 
 from ..backend import Cores, Placement
-from ..data.forms import brings_batches
 from ..data.stream import DEFAULT_BATCH_SIZE
+from ..data.user_data import UserData
 from ..errors import ArgumentError, OutOfMemoryError, PreflightError, StateLostError
 from ..runtime import device_memory, fetch, translate
-from ..step import Engine, StepRunner, joined
+from ..step import Engine, StepRunner, join_groups
 from . import consistency
 from .arguments import TrainingData
 
 AUTO = "auto"
-# What finds the largest batch by the TPU's compiler: it takes the engine, the data, the cores and a core's bytes, and
-# returns None where the compiler is missing.
+# A function that finds the largest batch by the TPU's compiler, from the engine, the data, the cores and the bytes of a
+# core; it returns None if the compiler is missing.
 ByCompiler: TypeAlias = Callable[[Engine, TrainingData, Cores, int], "int | None"]
-_NEAR = 8  # the search ends when the size that doesn't fit is larger by less than this share
+_NEAR = 8  # the search ends when the smallest size that doesn't fit is larger than the best by less than 1 / _NEAR
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """A batch size that was chosen."""
+    """A chosen batch size."""
 
     rows: int  # per core
-    why: str  # how it was chosen, in words
+    why: str  # how it was chosen, as a sentence
 
 
-def require_rows(data: Any) -> None:
-    """Check that data have rows to make batches of any size of, for `batch_size="auto"`.
+def require_rows(data: UserData) -> None:
+    """Check that data are rows, of which batches of any size can be made, for `batch_size="auto"`.
 
     Raises:
-        ArgumentError: They bring their own batches, or can be read only once.
+        ArgumentError: The data have batches already, or can be read only once.
     """
-    if brings_batches(data) or isinstance(data, IterableDataset):
-        own = "reads its rows in one go" if isinstance(data, IterableDataset) else "brings its own batches"
+    if not data.has_rows:
+        reason = "has batches already" if data.has_batches else "is an IterableDataset"
         raise ArgumentError(
-            f"batch_size='auto' goes with arrays and map-style datasets: this {type(data).__name__} {own}. Pass its "
-            "dataset, or choose the size of its batches yourself"
+            f"batch_size='auto' needs arrays or a map-style dataset: this {type(data.x).__name__} {reason}. Pass its "
+            "dataset, or choose the batch size yourself"
         )
 
 
@@ -52,26 +50,26 @@ def choose(
     """Choose the batch size of a `fit` with `batch_size="auto"`: by the TPU's compiler, or by trial.
 
     Raises:
-        ArgumentError: It would have to be tried on several hosts.
+        ArgumentError: There is no compiler, and trials on several hosts aren't possible.
         OutOfMemoryError: Not even one row a core fits.
     """
     memory = None if placement.on_host else device_memory()
     if memory is None:
-        why = "as usual, since only a TPU says how much memory there is"
+        why = "the default, because only a TPU tells its memory"
         return BatchSize(DEFAULT_BATCH_SIZE, f"{DEFAULT_BATCH_SIZE} rows a core, {why}")
     failed = "there is no compiler for this TPU"
     try:
-        rows = by_compiler(engine, train, cores, memory)
+        rows = None if placement.eager else by_compiler(engine, train, cores, memory)
         if rows is not None:
-            return BatchSize(rows, f"{rows} rows a core, the most that fit by the TPU's compiler")
+            return BatchSize(rows, f"{rows} rows a core, the most that fit according to the TPU's compiler")
     except PreflightError as error:
         failed = str(error)
     if cores.hosts > 1:
         raise ArgumentError(
-            f"batch_size='auto' asks the TPU's compiler on several hosts, where it can't try sizes out, but {failed}: "
-            "pip install 'tpufit[preflight]' on each, or give a number"
+            f"batch_size='auto' needs the TPU's compiler on several hosts, where it can't try sizes, but {failed}: "
+            "pip install 'tpufit[preflight]' on each host, or give a number"
         )
-    return _Trial(engine, train, placement, cores, seed).choice()
+    return _Trial(engine, train, placement, cores, seed).choose()
 
 
 class _Trial:
@@ -83,34 +81,34 @@ class _Trial:
         self._where = placement, cores, seed
         self._full: Exception | None = None
 
-    def choice(self) -> BatchSize:
-        """The largest size that fits, which steps of other sizes are tried for."""
-        consistency.move(self._engine, self._where[0])
-        rows, tried = largest(self._fits, self._most())
+    def choose(self) -> BatchSize:
+        """Find the largest size that fits, by running a step at several sizes."""
+        consistency.move_model(self._engine, self._where[0])
+        rows, tried = find_largest(self._fits, self._count_rows())
         if rows is None:
             raise OutOfMemoryError(f"not even one row a core fits: {self._full}") from self._full
-        said = ", ".join(map(str, tried))
-        return BatchSize(rows, f"{rows} rows a core, the most that fit of those that were tried ({said})")
+        sizes = ", ".join(map(str, tried))
+        return BatchSize(rows, f"{rows} rows a core, the largest tried size that fits ({sizes})")
 
-    def _most(self) -> int:
-        """The rows per core if all of them are in one batch."""
+    def _count_rows(self) -> int:
+        """Return the rows per core of a batch with all rows."""
         data = replace(self._train, batch_size=1).stream(*self._where)
         assert data.steps is not None
         return data.steps
 
     def _fits(self, rows: int) -> bool:
-        """Take one step, or those of one graph. **This waits** for the device."""
+        """True if a step fits, or the steps of one graph. **This waits** for the device."""
         engine = self._engine
         placement, cores, seed = self._where
         data = replace(self._train, batch_size=rows * cores.count).stream(placement, cores, seed)
-        batch = data.first()  # of the rows of one core, as far as data go
+        batch = data.read_first()  # large enough for one core, or all rows
         try:
             with engine.trial(), engine.noticing_loss():
                 run = StepRunner(engine, "train", data.device_transform)
                 engine.note_modes()
                 engine.train_mode()
                 size = run.group_size
-                for group in joined(run.send([batch] * size), size):
+                for group in join_groups(run.send([batch] * size), size):
                     run(group)
                 fetch(run.pop_sums()[0], "batch_size")
         except (OutOfMemoryError, StateLostError) as error:
@@ -123,18 +121,18 @@ class _Trial:
         return True
 
 
-def largest(fits: Callable[[int], bool], most: int) -> tuple[int | None, list[int]]:
-    """Find the largest size that fits, or one that is smaller by less than an eighth; None if not even 1 fits.
+def find_largest(fits: Callable[[int], bool], most: int) -> tuple[int | None, list[int]]:
+    """Find the largest size that fits, or a size smaller by less than an eighth; None if not even 1 fits.
 
-    With it come the sizes that were tried.
+    The second result is the list of tried sizes.
 
     Example:
-        >>> largest(lambda size: size <= 100, 1000), largest(lambda size: size <= 3, 1000), largest(bool, 50)
-        ((96, [32, 64, 128, 96, 112, 104]), (3, [32, 16, 8, 4, 2, 3]), (50, [32, 50]))
+        >>> find_largest(lambda size: size <= 100, 1000), find_largest(bool, 50)
+        ((96, [32, 64, 128, 96, 112, 104]), (50, [32, 50]))
     """
     tried: list[int] = []
-    low = 0  # what fits
-    high = most + 1  # what doesn't
+    low = 0  # fits
+    high = most + 1  # doesn't fit
     size = min(DEFAULT_BATCH_SIZE, most)
     while True:
         tried.append(size)

@@ -1,4 +1,4 @@
-"""`Interruption`: notes SIGTERM and Ctrl-C, so that training ends between two steps and no step is torn."""
+"""`Interruption`: notes SIGTERM and Ctrl-C, so that training ends between two steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from traceback import print_exception
+from traceback import print_exception, walk_tb
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -15,19 +15,18 @@ from ..hosts import all_reduce_max
 from ..runtime import process_count
 
 _NOTES = {
-    signal.SIGINT: b"\ninterrupted: finishing the step; once more leaves at once\n",
+    signal.SIGINT: b"\ninterrupted: finishing the step; press Ctrl-C again to leave at once\n",
     signal.SIGTERM: b"\nSIGTERM: finishing the step\n",
 }
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
 class Interruption:
-    """A context in which the first SIGTERM and the first SIGINT are only noted; a second one acts as usual.
+    """A context in which the first SIGTERM and the first SIGINT are only noted; a second signal acts as usual.
 
-    It replaces Python's own handlers only, and only in the main thread, which alone gets signals. Handlers of the
-    user's own stay.
+    It replaces only Python's handlers, not the user's, and only in the main thread, which receives all signals.
 
     Example:
         >>> try:
@@ -41,8 +40,8 @@ class Interruption:
     """
 
     def __init__(self) -> None:
-        # Called when a signal comes, to end a wait for anything but the device.
-        self.wakes: Callable[[], object] = _nothing
+        # Called when a signal comes, to end a wait for data.
+        self.wakes: Callable[[], object] = _do_nothing
         self._signal = 0
         self._settled = 0  # the signal that all hosts know of
         self._alone = process_count() == 1
@@ -51,11 +50,11 @@ class Interruption:
 
     @property
     def wanted(self) -> bool:
-        """True if a signal has come; on a pod, if all hosts know of one."""
+        """True if a signal has come; on a pod, once all hosts know of it."""
         return bool(self._signal if self._alone else self._settled)
 
     def settle(self, *flags: bool) -> list[bool]:
-        """Agree with all hosts on flags, which count if any host has set them, and on a signal that came to one."""
+        """Agree with all hosts on flags, which are set if a host has set them, and on a signal to any host."""
         if self._alone:
             return list(flags)
         *agreed, signal_of_any = all_reduce_max([*flags, self._signal])
@@ -63,11 +62,11 @@ class Interruption:
         return [bool(flag) for flag in agreed]
 
     def leave(self) -> NoReturn:
-        """Do what the signal asks for.
+        """End as the signal requests.
 
         Raises:
-            KeyboardInterrupt: After SIGINT.
-            SystemExit: After SIGTERM, with exit status 143, as a shell shows it.
+            KeyboardInterrupt: After SIGINT; see `shorten_interrupt`.
+            SystemExit: After SIGTERM, with the exit status 143 that shells show for it.
         """
         if (self._settled or self._signal) == signal.SIGINT:
             raise KeyboardInterrupt
@@ -83,24 +82,35 @@ class Interruption:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for number in list(self._before):
-            self._give_back(number)
-        # One that came after the last look, as in the last hook, or beside an error. The process may catch that.
+            self._restore_handler(number)
+        # A signal that came after the last check, or together with an error, which the process may catch.
         if self._signal and (error is None or isinstance(error, Exception)):
-            if error is not None and self._signal == signal.SIGTERM:  # of whose end Python prints nothing
+            if error is not None and self._signal == signal.SIGTERM:  # SystemExit hides the error, so print it
                 print_exception(error)
             self.leave()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a worker that inherited the handler, and has no step to finish
-            self._give_back(number)
-            if number != signal.SIGINT:  # Ctrl-C goes to every process of the terminal, and the parent ends its workers
+        if os.getpid() != self._process:  # a worker process that inherited the handler
+            self._restore_handler(number)
+            if number != signal.SIGINT:  # a terminal sends Ctrl-C to every process, and the parent ends its workers
                 os.kill(os.getpid(), number)
             return
         self._signal = number
-        self._give_back(number)  # before anything else, so that a second signal always gets through
+        self._restore_handler(number)  # before anything else, so that a second signal always gets through
         self.wakes()
         with suppress(OSError):  # stderr may be closed
-            os.write(2, _NOTES[signal.Signals(number)])  # not print: the signal may have interrupted one
+            os.write(2, _NOTES[signal.Signals(number)])  # not print, which the signal may have interrupted
 
-    def _give_back(self, number: int) -> None:
+    def _restore_handler(self, number: int) -> None:
         signal.signal(number, self._before.pop(number))
+
+
+def shorten_interrupt(train: Callable[..., object], *args: object) -> None:
+    """Call a function; drop the traceback of a Ctrl-C after which the step was finished, because it says nothing."""
+    try:
+        train(*args)
+    except KeyboardInterrupt as error:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if frame.f_code is Interruption.leave.__code__:
+            raise error.with_traceback(None)  # noqa: B904 - the same error
+        raise  # a second Ctrl-C: the traceback shows the interrupted line

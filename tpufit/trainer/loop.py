@@ -1,4 +1,4 @@
-"""The loop of `fit`. Its order is part of the interface, so it is written out here.
+"""The loop of `fit`. Its order is part of the interface:
 
 fit
     on_train_begin
@@ -6,26 +6,26 @@ fit
         on_epoch_begin
         for each batch                  see passes.py
             on_train_batch_begin
-            on_train_step_begin         for each of the steps that run as one
-            step                        one graph, started and not waited for
-            on_train_batch_end          its logs wait only if one is read
+            on_train_step_begin         for each step that the graph runs
+            step                        one graph, started without a wait
+            on_train_batch_end          its logs wait only when they are read
             if a validation inside the epoch is due
                 evaluate                on_test_begin ... on_test_end, one wait
-            save what callbacks requested, which waits for the device
-            leave the epoch if a callback asked to stop
-            leave for good after SIGTERM or Ctrl-C, and save first
+            save what callbacks requested, waits for the device
+            leave the epoch if a callback set stop_training
+            save and end after SIGTERM or Ctrl-C
         read the epoch's logs           the epoch's one wait for the device
-        if validation is due            unless there has been one after the epoch's last step
+        if validation is due            unless it has run after the epoch's last step
             evaluate                    on_test_begin ... on_test_end, one wait
-        on_epoch_end                    with the logs of the epoch's last validation, if there was one
+        on_epoch_end                    with the logs of the epoch's last validation, if any
         save what callbacks requested
-        leave if a callback asked to stop
+        leave if a callback set stop_training
     wait until everything is saved
-    on_train_end                        of every callback, also after an error
-    leave after SIGTERM or Ctrl-C that came since the last look
+    on_train_end                        of every callback, even after an error
+    end after SIGTERM or Ctrl-C that came since the last check
 
-A resumed `fit` begins like any other. The checkpoint is loaded once the callbacks have begun, and the epoch too if the
-checkpoint is from the middle of one: loaded earlier, it would be overwritten by what they begin with.
+A resumed `fit` begins like any other. The checkpoint is loaded after `on_train_begin`, or after `on_epoch_begin` if it
+is from the middle of an epoch, because these hooks would overwrite the loaded state.
 """
 
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ from time import perf_counter
 from typing import Any
 
 from ..callbacks.callback_list import CallbackList
-from ..checkpoint import Checkpoint, CheckpointManager, Progress, closing_runs, progress_of
+from ..checkpoint import Checkpoint, CheckpointManager, Progress, read_progress, restore_open_runs
 from ..data import Stream
 from ..diagnostics import messages
 from ..diagnostics.report import Pass
@@ -50,11 +50,11 @@ from .validation import Validations
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a `fit` besides its epochs."""
+    """The limits of a `fit` other than its epochs."""
 
-    min_epochs: int = 0  # before which callbacks can't end training
+    min_epochs: int = 0  # callbacks can't end training before
     max_steps: int | None = None  # of the optimizer
-    seconds: float | None = None  # after which it ends, with the batch under way
+    seconds: float | None = None  # training ends with the first batch after this time
 
 
 def fit(
@@ -66,28 +66,28 @@ def fit(
     limits: Limits,
     resumed: Checkpoint | None = None,
 ) -> None:
-    """Train for some epochs, numbered from 0; those before the one that is resumed are skipped."""
+    """Train for some epochs, numbered from 0; a resumed training skips the epochs that are done."""
     model = engine.model
     model.stop_training = model.out_of_time = False
-    engine.state.swap_ema(to=False)  # a callback may have left the averages in the weights' place
+    engine.state.swap_ema(to=False)  # a callback may have left the averages in the module
     engine.note_modes()
     engine.leave_mode()  # `closing` restores this mode at the end
-    with closing_runs(callbacks), closing(callbacks, engine), Interruption() as interruption:
+    with restore_open_runs(callbacks), closing(callbacks, engine), Interruption() as interruption:
         training = _Training(engine, train, validation, callbacks, epochs.stop, limits, interruption)
         if resumed is not None:
             training.manager.load_first(resumed)
-        # The callbacks begin before the resumption, so that the checkpoint overrides what they begin with.
+        # `on_train_begin` comes before the checkpoint is loaded, which would be overwritten otherwise.
         callbacks.call("on_train_begin")
         training.manager.begin(resumed is not None)
-        begun = Progress(epochs.start) if resumed is None else training.begin_from(resumed, epochs.start)
+        progress = Progress(epochs.start) if resumed is None else training.begin_from(resumed, epochs.start)
         logs: dict[str, Any] = {}
-        with training.manager.rescuing():
-            for epoch in range(begun.epoch, epochs.stop):
+        with training.manager.save_after_error(lambda: interruption.wanted):
+            for epoch in range(progress.epoch, epochs.stop):
                 logs = training.run_epoch(epoch)
-                if training.ends():
+                if training.ends_here():
                     break
             training.manager.finish()
-        engine.state.finish_ema()  # after the last checkpoint, which needs the weights that training goes on with
+        engine.state.finish_ema()  # after the last checkpoint, which needs the trained weights
         callbacks.call("on_train_end", logs)
         interruption.settle()
         if interruption.wanted:
@@ -95,7 +95,7 @@ def fit(
 
 
 class _Training:
-    """One `fit`, over its epochs."""
+    """The state of one `fit`."""
 
     def __init__(
         self,
@@ -118,37 +118,37 @@ class _Training:
         self._deadline = None if limits.seconds is None else perf_counter() + limits.seconds
         self._steps_before = engine.state.optimizer_steps
         self._done = 0  # epochs
-        self._resumed: Checkpoint | None = None  # for the epoch about to begin
+        self._resumed: Checkpoint | None = None  # to load when its epoch begins
         self._advised = False
 
     def begin_from(self, checkpoint: Checkpoint, first: int) -> Progress:
-        """Load a checkpoint, or keep it until its epoch has begun if it is from the middle of one."""
-        begun = progress_of(checkpoint, first)
-        if begun.stopped and self._epochs <= begun.epochs:  # a callback had ended it, and no more epochs are wanted
-            begun = replace(begun, epoch=self._epochs)
-        if begun.batches is None or begun.epoch >= self._epochs:
+        """Load a checkpoint; if it is from the middle of an epoch, keep it until the epoch begins."""
+        progress = read_progress(checkpoint, first)
+        if progress.stopped and self._epochs <= progress.epochs:  # a callback ended it, and `epochs` wasn't raised
+            progress = replace(progress, epoch=self._epochs)
+        if progress.batches is None or progress.epoch >= self._epochs:
             self._load(checkpoint)
         else:
             self._resumed = checkpoint
-        return begun
+        return progress
 
     def _load(self, checkpoint: Checkpoint, run: StepRunner | None = None) -> int:
-        """Load a checkpoint, and return the number of the epoch's batches that are trained on."""
-        batches = self.manager.go_on(checkpoint, run)
-        self._steps_before = self._engine.state.optimizer_steps - progress_of(checkpoint).updates
+        """Load a checkpoint, and return the number of the epoch's batches that it has trained on."""
+        batches = self.manager.resume(checkpoint, run)
+        self._steps_before = self._engine.state.optimizer_steps - read_progress(checkpoint).updates
         return batches
 
     def run_epoch(self, epoch: int) -> dict[str, Any]:
-        """Train for one epoch, validate if that is due, and return the epoch's logs."""
+        """Train for one epoch, validate if due, and return the epoch's logs."""
         self._done = epoch
         self._callbacks.call("on_epoch_begin", epoch)
         run = StepRunner(self._engine, "train", self._train.device_transform, warm=self._train.passed)
-        logs = self._go_on(epoch, run)
+        logs = self._resume_epoch(epoch, run)
         if logs is None:
             logs = self._train_on(epoch, run)
         if self._validations is not None:
-            # Noted before: if a signal ends the validation, the checkpoint says that only the validation is left.
-            self._note(epoch, run.tally.batches, trained=dict(logs))  # as they are now: more is added below
+            # Noted before the validation: if a signal ends it, the checkpoint says that only the validation remains.
+            self._note(epoch, run.tally.batches, trained=dict(logs))  # a copy, because `logs` grows below
             logs |= self._validations.close(epoch, run.tally.batches)
             self._leave_if_interrupted()
         self._callbacks.call("on_epoch_end", epoch, logs)
@@ -157,7 +157,7 @@ class _Training:
         self._leave_if_interrupted()
         return logs
 
-    def ends(self) -> bool:
+    def ends_here(self) -> bool:
         """True if training ends after this batch or epoch. All hosts decide together."""
         model = self._engine.model
         late = self._deadline is not None and perf_counter() > self._deadline
@@ -166,7 +166,7 @@ class _Training:
 
     @property
     def _steps_taken(self) -> int:
-        """The number of the optimizer's steps in this training, with those before a resumption."""
+        """The number of the optimizer's steps in this training, including steps before a resumption."""
         return self._engine.state.optimizer_steps - self._steps_before
 
     @property
@@ -174,13 +174,13 @@ class _Training:
         """The number of the optimizer's steps until `max_steps`; None without it."""
         return None if self._limits.max_steps is None else max(0, self._limits.max_steps - self._steps_taken)
 
-    def _go_on(self, epoch: int, run: StepRunner) -> dict[str, Any] | None:
-        """Load the checkpoint if it is from this epoch. Return the epoch's logs if only its validation is left."""
+    def _resume_epoch(self, epoch: int, run: StepRunner) -> dict[str, Any] | None:
+        """Load the checkpoint if it is from this epoch. Return the epoch's logs if only its validation remains."""
         resumed = self._resumed
         self._resumed = None
         if resumed is None:
             return None
-        progress = progress_of(resumed)
+        progress = read_progress(resumed)
         run.tally.batches = self._load(resumed, run if progress.trained is None else None)
         if self._validations is not None and progress.validated is not None:
             self._validations.last = progress.validated
@@ -190,22 +190,22 @@ class _Training:
         return dict(progress.trained)
 
     def _train_on(self, epoch: int, run: StepRunner) -> dict[str, Any]:
-        """Run the steps of an epoch, or the rest of them, and return their logs."""
+        """Run the remaining steps of an epoch, and return its logs."""
         engine = self._engine
         model = self._engine.model
         validations = self._validations
 
         def validate_and_save(pause: Pause = nullcontext) -> None:
-            # Validation comes before the save: a resumed run would repeat it otherwise.
+            # Validate before the save, so that a resumed run doesn't repeat the validation.
             if validations is not None and validations.is_due_inside(run.tally.batches):
-                with pause():  # its first steps are captured, while nothing else may be sent to the device
+                with pause():  # while its first steps are captured, nothing else may be sent to the device
                     validations.run(run.tally.batches)
-                run.note_hooks()  # those of the validation may have changed the optimizer
+                run.note_hooks()  # the validation's hooks may have changed the optimizer
             self._note(epoch, run.tally.batches, run)
 
         def stop(pause: Pause) -> bool:
             validate_and_save(pause)
-            return self.ends()
+            return self.ends_here()
 
         def note_waited(seconds: float) -> None:
             model.input_bound = seconds / (perf_counter() - began)
@@ -214,7 +214,7 @@ class _Training:
         engine.train_mode()
         began = perf_counter()
         waited = 0.0
-        validate_and_save()  # the checkpoint may be from a step whose validation was broken off
+        validate_and_save()  # the checkpoint may be from a step whose validation was interrupted
         if self._interruption.wanted or self._steps_left == 0:
             self._train.epoch(epoch)  # sets the position that a checkpoint saves; reads nothing
         else:
@@ -231,21 +231,25 @@ class _Training:
             waited = loop(epoch, look_ahead=engine.config.gradients.accumulate_steps > 1)
         self._leave_if_interrupted()
         if model.out_of_time or (self._steps_left == 0 and run.tally.batches != self._train.steps):
-            self.manager.save_now()  # here, not at the epoch's end: the rest of the epoch is still to be trained on
+            self.manager.save_now()  # here, because a resumed run trains the rest of the epoch
         logs = run.results()
         elapsed = perf_counter() - began - (validations.take_seconds() if validations is not None else 0.0)
         tally = run.tally
+        first_part = None
+        if tally.first is not None:
+            first, then = tally.first
+            first_part = Pass("train", first.steps, first.rows, then - began, 0.0, first.tokens, first.operations)
         engine.log.passes.append(
-            Pass("train", tally.steps, tally.rows, elapsed, waited, tally.tokens, tally.operations)
+            Pass("train", tally.steps, tally.rows, elapsed, waited, tally.tokens, tally.operations, first_part)
         )
         model.input_bound = waited / elapsed
-        if not self._advised and (said := messages.waiting(waited, elapsed)):
+        if not self._advised and (advice := messages.report_waiting(waited, elapsed)):
             self._advised = True
-            warn(said)
+            warn(advice)
         return logs
 
     def _note(self, epoch: int, batches: int | None = None, run: StepRunner | None = None, trained: Any = None) -> None:
-        """Tell the manager how far training is; it saves if a callback has requested that."""
+        """Tell the manager the progress; it saves if a callback has requested it."""
         validated = None if self._validations is None or batches is None else self._validations.last
         model = self._engine.model
         if self._done < self._limits.min_epochs:

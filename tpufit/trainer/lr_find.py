@@ -1,4 +1,4 @@
-"""`Model.lr_find`: a short training at rising learning rates shows at which of them the loss falls fastest."""
+"""`Model.lr_find`: a short training at rising learning rates shows at which rate the loss falls fastest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..runtime import fetch
 from ..step import DeviceGroup, Engine, StepRunner
 from ..utils.users_code import warn
 
-# The number of steps between two waits for their losses; diverged training wastes at most so many.
+# The number of steps between two waits for losses; after divergence at most this many steps are wasted.
 _WINDOW = 10
 
 
@@ -31,7 +31,7 @@ class Sweep:
     """The rates to try, and the rules for reading their losses.
 
     Raises:
-        ArgumentError: A value out of its range.
+        ArgumentError: A value is out of range.
 
     Example:
         >>> [f"{rate:g}" for rate in Sweep(0.001, 10.0, 5, 4.0, 0.9).rates]
@@ -40,8 +40,8 @@ class Sweep:
 
     start_lr: float
     end_lr: float
-    steps: int  # the number of rates; each is the one before times a constant factor
-    stop_factor: float  # the sweep ends when the smoothed loss exceeds so many times the lowest one
+    steps: int  # the number of rates, which grow by a constant factor
+    stop_factor: float  # the sweep ends when the smoothed loss exceeds its minimum times this factor
     smoothing: float  # the share of the running average that each step keeps, from 0 to below 1
 
     def __post_init__(self) -> None:
@@ -69,13 +69,13 @@ class LRCurve:
     """The loss at each learning rate of a `Model.lr_find`.
 
     Attributes:
-        lrs: The actual rates; with several groups, those of the first.
+        lrs: The actual rates; with several parameter groups, the first group's.
         losses: The loss of each step's batch, before its update.
         smoothed: The exponential moving average of the losses, bias-corrected.
         suggestion: The rate at which the smoothed loss falls most steeply over the rate's logarithm, moved back by the
-            steps that the average lags behind (4, for a smoothing of 0.9); None if the loss never fell. The first tenth
-            of the points is left out, as the average has few losses there, and so is everything from the lowest point
-            on, where training breaks down. A fall smaller than twice the losses' scatter doesn't count.
+            lag of the average (4 steps for a smoothing of 0.9); None if the loss never fell. Left out are the first
+            tenth of the points, where the average has few losses, and the points after the minimum, where training
+            breaks down. A fall smaller than twice the losses' scatter doesn't count.
 
     Example:
         >>> curve = LRCurve.of([0.001, 0.01, 0.1, 1.0, 10.0], [2.0, 1.9, 1.0, 0.8, 5.0], smoothing=0.0)
@@ -92,13 +92,13 @@ class LRCurve:
     def of(
         cls, lrs: Sequence[float], losses: Iterable[float], smoothing: float, stop_factor: float = math.inf
     ) -> LRCurve:
-        """Build the curve of some losses, up to the one at which training broke down.
+        """Build the curve of some losses, up to the loss at which training broke down.
 
         Args:
             lrs: The rates.
-            losses: A loss for each rate. No more are read once one is infinite or not a number, or the curve has ended.
+            losses: A loss for each rate. Reading ends at a loss that is infinite or NaN, or that ends the curve.
             smoothing: See `Sweep`.
-            stop_factor: See `Sweep`; without effect once the lowest smoothed loss is negative.
+            stop_factor: See `Sweep`; ignored once a smoothed loss is negative.
         """
         read: list[float] = []
         smoothed: list[float] = []
@@ -113,16 +113,16 @@ class LRCurve:
             if all_reduce_max(0 < stop_factor * min(smoothed) < smoothed[-1]):
                 break
         rates = list(lrs[: len(read)])
-        steepest = _steepest(read, smoothed)
-        # The average shows a sudden change at once, and a steady one as late as its mean age: take the middle.
+        steepest = _find_steepest(read, smoothed)
+        # The average shows a sudden change at once, and a steady change after its mean age: take the middle.
         lag = round(smoothing / (1 - smoothing) / 2)
         return cls(rates, read, smoothed, None if steepest is None else rates[max(0, steepest - lag)])
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the curve, with the suggestion if there is one.
+        """Draw the curve and its suggestion, if any.
 
         Args:
-            ax: Matplotlib's `Axes` to draw in (default: those of a new figure).
+            ax: Matplotlib's `Axes` to draw in (default: a new figure's).
 
         Returns:
             The axes.
@@ -138,7 +138,7 @@ class LRCurve:
             ax.axvline(self.suggestion, linestyle="--", color="gray", label=f"suggestion: {self.suggestion:.2g}")
         ax.set(xscale="log", xlabel="learning rate", ylabel="loss")
         if self.smoothed:
-            # Where training breaks down, the loss may grow a thousandfold, and nothing else would be visible.
+            # Where training breaks down, the loss may grow a thousandfold and would flatten the rest of the curve.
             lowest = min(self.smoothed)
             fall = max(self.smoothed[: self.smoothed.index(lowest) + 1]) - lowest
             if fall:
@@ -148,7 +148,7 @@ class LRCurve:
 
 
 def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
-    """Train at the rates of a sweep, over batches that start over if they end too early; then restore everything."""
+    """Train at the rates of a sweep, repeating the data if needed; then restore everything."""
     rates = sweep.rates
     with engine.trial():
         engine.state.numbers.seed = seed
@@ -161,7 +161,7 @@ def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
     if curve.suggestion is None:
         warn(
             f"the loss never fell between the learning rates {sweep.start_lr:g} and {sweep.end_lr:g} "
-            f"({len(curve.losses)} of {sweep.steps} steps gave one), so there is no suggestion. Look at the curve's "
+            f"({len(curve.losses)} of {sweep.steps} steps gave a loss), so there is no suggestion. Look at the curve's "
             "plot(), at the loss and the data, or try other rates and more steps",
         )
     return curve
@@ -170,39 +170,39 @@ def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
 def _losses(
     engine: Engine, run: StepRunner, feed: Prefetcher[list[DeviceGroup]], rates: Sequence[float]
 ) -> Iterator[float]:
-    """Yield the loss of a step at each rate. **This waits** for the device, once for several steps."""
+    """Yield the loss of a step at each rate. **This waits** for the device, once for every `_WINDOW` steps."""
     optimizer = engine.model.optimizer
     assert optimizer is not None
     for first in range(0, len(rates), _WINDOW):
         started = []
         for rate, (group,) in zip(rates[first : first + _WINDOW], feed, strict=False):
             set_rate(optimizer, rate)
-            run(group, feed.paused)
+            run(group, feed.pausing)
             started.append(run.pop_sums())
         sums = fetch([tensors for tensors, _ in started], "lr_find")
         for (_, means), tensors in zip(started, sums, strict=True):
             logs = means(tensors)
             if "loss" not in logs:
                 step = f"{type(engine.model).__name__}.train_step"
-                raise ArgumentError(f"lr_find needs a 'loss', but {step} returns {sorted(logs)}: let it return one too")
+                raise ArgumentError(f"lr_find needs a 'loss', but {step} returns {sorted(logs)}: return a 'loss', too")
             yield logs["loss"]
 
 
 def _whole_batches(data: Stream) -> Iterator[Any]:
-    """Yield the batches of pass after pass, without a short last one: at another size the curve would jump."""
+    """Yield the batches of repeated passes without short last batches, at which the curve would jump."""
     for number in count():
         size = 0
-        held = None
+        previous = None
         for batch in data.epoch(number):
-            if held is not None:
-                yield held
+            if previous is not None:
+                yield previous
             size = size or count_rows(tree_leaves(batch))
-            held = batch
-        if held is not None and count_rows(tree_leaves(held)) >= size:
-            yield held
+            previous = batch
+        if previous is not None and count_rows(tree_leaves(previous)) >= size:
+            yield previous
 
 
-def _steepest(losses: Sequence[float], smoothed: Sequence[float]) -> int | None:
+def _find_steepest(losses: Sequence[float], smoothed: Sequence[float]) -> int | None:
     """Return the index at which the smoothed losses fall most steeply, or None; see `LRCurve`."""
     if len(smoothed) < 3:
         return None
@@ -210,7 +210,7 @@ def _steepest(losses: Sequence[float], smoothed: Sequence[float]) -> int | None:
     lowest = int(np.argmin(smoothed))
     if first >= lowest:
         return None
-    scatter = float(np.std(np.diff(losses[first : lowest + 1]))) / math.sqrt(2)  # differences leave out the trend
+    scatter = float(np.std(np.diff(losses[first : lowest + 1]))) / math.sqrt(2)  # the differences remove the trend
     if smoothed[first] - smoothed[lowest] <= max(2 * scatter, 1e-3 * abs(smoothed[first])):
         return None
     return first + int(np.argmin(np.gradient(smoothed)[first:lowest]))

@@ -10,10 +10,10 @@ from ..data.batches import as_tensors
 from ..data.per_host import Share
 from ..hosts import collective
 from ..losses import ClassWeight
-from ..runtime import gather_rows, start
-from ..step import Engine, StepRunner, modes_kept
+from ..runtime import gather_rows
+from ..step import Engine, StepRunner, keeping_modes
 from . import consistency
-from .hosts import in_lockstep
+from .lockstep import keep_in_lockstep
 
 
 def run_on_batch(
@@ -24,18 +24,18 @@ def run_on_batch(
     method: str,
     class_weight: Mapping[int, float] | None = None,
 ) -> tuple[StepRunner, Any]:
-    """Run one step on one global batch: `parts` are its inputs, targets and sample weights. Errors name the method.
+    """Run one step on one global batch: `parts` are its inputs, targets and sample weights. Errors name `method`.
 
     Returns:
-        The runner, whose logs are of this batch alone, and the outputs of the step.
+        The runner with the logs of this batch, and the outputs of the step.
     """
     used = max(i for i, part in enumerate(parts) if part is not None or i == 0) + 1
     batch = as_tensors(parts[:used])
     if class_weight is not None and not (isinstance(class_weight, dict) and not class_weight):
         batch = ClassWeight(class_weight).weigh(batch, HOST)
-    run = _runner(engine, role, start(cores, f"{method}(cores={cores!r})"))
+    run = _prepare_runner(engine, role, engine.start(cores, f"{method}(cores={cores!r})"))
     engine.note_users_code(seldom=False)
-    with modes_kept(*engine.state.modules):
+    with keeping_modes(*engine.state.modules):
         if role == "train":
             engine.note_modes()
             engine.train_mode()
@@ -45,24 +45,24 @@ def run_on_batch(
             with engine.noticing_loss(), collective():
                 placement = engine.state.placement
                 if placement.hosts > 1:
-                    batch = Share(placement.local_shards or (), placement.count).of(batch)
+                    batch = Share(placement.local_shards or (), placement.count).select(batch)
                 groups = run.send([batch])
                 if placement.hosts > 1:
-                    groups = next(in_lockstep(iter([groups]), method, per_host=False))
+                    groups = next(keep_in_lockstep(iter([groups]), method, per_host=False))
                 return run, gather_rows(run(groups[0]), placement)
         finally:
             engine.expose()
 
 
 def reset(engine: Engine) -> None:
-    """Restart the logs of all three methods."""
+    """Reset the logs of all three methods."""
     for role in engine.roles.values():
         if isinstance(role.borrower, StepRunner) and role.borrower.alone:
             role.borrower = None
 
 
-def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
-    """Return the runner of single batches, its logs begun anew: another one after another pass, or a reset."""
+def _prepare_runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
+    """Return the runner of single batches with its logs reset; a new runner after another pass or `reset`."""
     placement = engine.place_on(cores)
     run = engine.roles[role].borrower
     if not isinstance(run, StepRunner) or not run.alone or placement != engine.state.placement:
@@ -70,7 +70,7 @@ def _runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
         engine.state.numbers.seed = torch.initial_seed()
         if role == "train":
             engine.scale_rates(cores.count)
-        consistency.move(engine, placement)
+        consistency.move_model(engine, placement)
         run = StepRunner(engine, role, alone=True)
         if role != "train":
             run.tally.seed = engine.seed_of_pass()

@@ -1,4 +1,4 @@
-"""The result of `predict`: the rows of all batches as NumPy arrays, in memory once, or in files."""
+"""The result of `predict`: the rows of all batches as NumPy arrays, in memory or in files."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch import Tensor, bfloat16
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import ArgumentError, DataError
-from ..losses import described
+from ..losses import describe_nest
 from ..utils.files import replacing
 from ..utils.npy_file import NpyFile
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
-    """Return a host tensor as an array over the same memory; bfloat16, which NumPy lacks, becomes float32."""
+    """Return a host tensor as an array that shares its memory; bfloat16, which NumPy lacks, becomes float32."""
     array: NDArray[Any] = (tensor.float() if tensor.dtype is bfloat16 else tensor).detach().numpy()
     return array
 
 
 class Predictions:
-    """Joins the outputs of batches, in order. Each row is in memory only once.
+    """Joins the outputs of batches in order, without a second copy of any row.
 
     Args:
-        batches: The number of batches (default: unknown); if known, an array in memory is allocated once.
+        batches: The number of batches (default: unknown), with which an array in memory is allocated only once.
         files: The path of a `.npy` file for the rows, or a nest of paths in the form of the outputs (default: memory).
 
     Raises:
-        ArgumentError: A path that doesn't end in `.npy`.
+        ArgumentError: A path doesn't end in `.npy`.
 
     Example:
         >>> import torch
@@ -55,18 +55,20 @@ class Predictions:
                 raise ArgumentError(f"out must be a path ending in '.npy', or a nest of such paths, got {path!r}")
 
     def add(self, outputs: Any) -> None:
-        """Add the outputs of a batch: host tensors of shape `(rows, ...)`; one without dimensions is one row.
+        """Add the outputs of a batch: host tensors of shape `(rows, ...)`; a scalar is one row.
 
         Raises:
-            DataError: The rows differ in shape from those before.
-            ArgumentError: The nest of files isn't that of the outputs.
+            DataError: The rows differ in shape from earlier rows.
+            ArgumentError: The nest of paths differs from the outputs'.
         """
         leaves, spec = tree_flatten(outputs)
         if self._spec is None:
             self._columns = self._columns_for(outputs, leaves, spec)
             self._spec = spec
         elif spec != self._spec:
-            raise DataError(f"the outputs of all batches must be of one form, got {described(outputs)} after another")
+            raise DataError(
+                f"the outputs of all batches must have one form, got {describe_nest(outputs)} after another"
+            )
         for column, leaf in zip(self._columns, leaves, strict=True):
             column.add(np.atleast_1d(as_array(leaf)) if isinstance(leaf, Tensor) else leaf)
 
@@ -81,7 +83,7 @@ class Predictions:
 
     @contextmanager
     def committed(self) -> Iterator[Predictions]:
-        """Put the files in place at the end of this context, or none of them after an error."""
+        """A context at whose end all files are put in place; after an error, none."""
         with self._open:
             yield self
             for column in self._columns:
@@ -93,27 +95,27 @@ class Predictions:
         paths, form = tree_flatten(self._files)
         if form != spec or not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise ArgumentError(
-                f"out must have a path for each output, in their form: got {described(self._files)}, and the module "
-                f"returns {described(outputs)}"
+                f"out must have a path for each output, in the same form: got {describe_nest(self._files)}, and the "
+                f"module returns {describe_nest(outputs)}"
             )
         return [_InFile(Path(path), self._open) for path in paths]
 
 
 class _Column(Protocol):
-    """One output of several."""
+    """One of the model's outputs, over all batches."""
 
     def add(self, part: Any) -> None:
         """Add a batch's part."""
 
     def finish(self) -> None:
-        """End the output: all batches have come."""
+        """Finish the output after the last batch."""
 
     def result(self) -> Any:
         """Return the whole output."""
 
 
 class _Items:
-    """An output that is no tensor: a list of one item a batch."""
+    """An output that isn't a tensor: a list with an item for each batch."""
 
     def __init__(self) -> None:
         self._items: list[Any] = []
@@ -156,12 +158,12 @@ class _InMemory:
 
     def _resize(self, rows: int) -> None:
         assert self._array is not None
-        # Nobody else refers to it. Where the system can, it moves the memory without a copy.
+        # No other reference to the array exists. If possible, the system moves its memory without a copy.
         self._array.resize((rows, *self._array.shape[1:]), refcheck=False)
 
 
 class _InFile:
-    """A `.npy` file, written from beginning to end."""
+    """A `.npy` file, written sequentially."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,5 +186,5 @@ def _check_rows(shape: tuple[int, ...], part: NDArray[Any]) -> None:
     if shape[1:] != part.shape[1:]:
         raise DataError(
             f"predict joins the outputs of all batches, but some have rows of shape {shape[1:]} and others of "
-            f"{part.shape[1:]}. Pad the data to one shape, or take them batch by batch, with predict_on_batch"
+            f"{part.shape[1:]}. Pad the data to one shape, or predict batch by batch with predict_on_batch"
         )

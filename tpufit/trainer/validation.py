@@ -5,8 +5,8 @@ from typing import Any
 
 from ..callbacks.callback_list import CallbackList
 from ..data import Stream
-from ..errors import BatchError
-from ..step import Engine, fault_of
+from ..errors import BatchError, say_count
+from ..step import Engine, find_fault
 from ..utils.random import RNGState
 from .arguments import Validation
 from .interruption import Interruption
@@ -14,32 +14,53 @@ from .passes import evaluate
 
 
 def check_first(engine: Engine, held_out: Stream, train: Stream) -> None:
-    """Refuse validation data whose first batch is no batch for the model, before the first epoch.
+    """Check before the first epoch that the first batch of the validation data fits the model.
 
-    Data that only a pass can read, such as an iterator, are left alone. An error that the training data have too is
-    theirs.
+    Data that can be read only once, such as an iterator, aren't checked. An error that the training data cause too is
+    left to the training.
 
     Raises:
-        TpufitError: The error that the validation would raise, with the data's name.
+        TpufitError: The error that the validation would raise, with `validation_data` in its message.
     """
-    batch = held_out.first()
-    fault = None if batch is None else fault_of(engine, batch, held_out.device_transform)
+    batch = held_out.read_first()
+    fault = None if batch is None else find_fault(engine, batch, held_out.device_transform)
     if fault is None:
         return
-    other = train.first()
-    # A module that can't be tried fails on any data; if these can't be looked at, shapes prove nothing.
-    of_both = isinstance(fault, BatchError) if other is None else fault_of(engine, other, train.device_transform)
-    if not of_both:
+    other = train.read_first()
+    # A module that can't be tried fails on any data. Without a training batch to compare with, a `BatchError` may come
+    # from such a module, so it is ignored.
+    both_fail = isinstance(fault, BatchError) if other is None else find_fault(engine, other, train.device_transform)
+    if not both_fail:
         raise type(fault)(f"validation_data: {fault}") from fault
+
+
+def rehearse(engine: Engine, validation: Validation | None, says: bool) -> None:
+    """Validate over a few batches before training, without callbacks, and undo it. `says` prints the logs.
+
+    **This waits** for the device, and copies the whole state to the host and back.
+    """
+    assert validation is not None  # `ValidationData.with_limit_of` checks this
+    data = validation.stream
+    data.track_objects()
+    position = data.state_dict(None)
+    try:
+        with engine.trial("eval"):
+            logs = evaluate(engine, data, CallbackList())
+    finally:
+        data.load_state_dict(position)
+    if says:
+        batches = say_count(engine.log.passes[-1].steps, "batch")
+        values = ", ".join(f"val_{name} {value:.4g}" for name, value in logs.items() if isinstance(value, float))
+        print(f"sanity check over {batches}: {values}", flush=True)
 
 
 _NOT_YET: dict[str, Any] = {"batches": 0, "logs": {}}
 
 
 class Validations:
-    """Runs the validations of one epoch after another.
+    """Runs the validations of all epochs.
 
-    A signal breaks a validation off; it then counts as never begun.
+    A validation that a signal interrupts counts as not begun.
     """
 
     def __init__(
@@ -49,37 +70,37 @@ class Validations:
         self._validation = validation
         self._callbacks = callbacks
         self._interruption = interruption
-        # The epoch's last validation: the number of the epoch's batches before it, and its logs.
+        # The epoch's last validation: its logs, and the number of the epoch's batches before it.
         self.last: dict[str, Any] = _NOT_YET
         self._seconds = 0.0
 
     def is_due_inside(self, batches: int) -> bool:
-        """True if a validation is due after so many of the epoch's batches; several may have come at once."""
+        """True if a validation is due after a number of the epoch's batches; a group may add several at once."""
         every = self._validation.every
         return every is not None and self.last["batches"] // every < batches // every
 
     def run(self, batches: int) -> None:
-        """Validate, after so many batches of the epoch."""
+        """Validate after a number of the epoch's batches."""
         began = perf_counter()
         data = self._validation.stream
-        draws = RNGState.now()
-        place = data.state_dict(None)
+        random = RNGState.now()
+        position = data.state_dict(None)
         logs = evaluate(self._engine, data, self._callbacks, self._interruption)
-        if self._interruption.wanted:  # what it has drawn and counted is drawn and counted again
-            data.load_state_dict(place)
-            draws.restore()
+        if self._interruption.wanted:  # a resumed run repeats the validation from the same state
+            data.load_state_dict(position)
+            random.restore()
         else:
             self.last = {"batches": batches, "logs": {f"val_{name}": value for name, value in logs.items()}}
         self._seconds += perf_counter() - began
 
     def take_seconds(self) -> float:
-        """Return the time of the validations inside the epoch, in seconds, and begin at 0 again."""
+        """Return the seconds of the validations inside the epoch, and reset them."""
         seconds = self._seconds
         self._seconds = 0.0
         return seconds
 
     def close(self, epoch: int, batches: int) -> dict[str, Any]:
-        """Validate if that is due, and return the logs of the epoch's last validation; empty if there was none."""
+        """Validate if due at the end of the epoch, and return the logs of its last validation; empty without one."""
         if self._validation.is_due(epoch) and self.last["batches"] != batches:
             self.run(batches)
         logs = self.last["logs"]

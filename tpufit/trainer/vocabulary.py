@@ -1,4 +1,4 @@
-"""`require_vocabulary`: texts that a net has no embeddings for are refused, before anything is compiled."""
+"""`require_vocabulary`: refuses texts that a net has no embeddings for, before anything is compiled."""
 
 from typing import Any
 
@@ -10,22 +10,22 @@ from ..errors import DataError
 
 
 def require_vocabulary(module: nn.Module, *data: Any) -> None:
-    """Check that a net knows the tokens and positions of packed texts and of files of tokens, also in a `DataLoader`.
+    """Check that a net has embeddings for all tokens and positions of packed texts and token files.
 
-    A device doesn't: it takes the last embedding for any larger number.
+    A device doesn't check this: it uses the last embedding for any larger number.
 
     Raises:
-        DataError: A token is larger than the net's embeddings are many, or a text longer than its positions are.
+        DataError: A token is at least the number of embeddings, or a text is longer than the number of positions.
     """
     for texts in data:
         while isinstance(texts, (DataLoader, Subset)):
             texts = texts.dataset
         if isinstance(texts, RowsOfTokens):
-            named, others = known_tokens(module)
-            # Of other embeddings none may be that of the tokens: who says how many tokens the net knows is believed.
+            named, others = count_tokens(module)
+            # Other embeddings may not be for tokens, so an explicit vocab_size wins.
             sizes = [] if others and texts.vocab_size is not None else [*named, *others]
             texts.require_known(max(sizes, default=None), type(module).__name__)
-            positions = known_positions(module)
+            positions = count_positions(module)
             if positions is not None and texts.longest > positions:
                 raise DataError(
                     f"the texts have up to {texts.longest} tokens, and {type(module).__name__} knows {positions} "
@@ -33,40 +33,41 @@ def require_vocabulary(module: nn.Module, *data: Any) -> None:
                 )
 
 
-def known_tokens(module: nn.Module) -> tuple[list[int], list[int]]:
-    """The numbers of tokens that a net's embeddings know.
+def count_tokens(module: nn.Module) -> tuple[list[int], list[int]]:
+    """Return the sizes of a net's embeddings.
 
     Returns:
-        Those of the embeddings that models of transformers, the net or a part of it, name as that of the tokens; and
-        those of all embeddings outside of such models.
+        The sizes of the embeddings that transformers models, the net or a part of it, declare as their input
+        embeddings; and the sizes of all embeddings outside of transformers models.
 
     Example:
-        >>> known_tokens(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)))
+        >>> count_tokens(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)))
         ([], [50])
     """
     find = getattr(module, "get_input_embeddings", None)
     try:
-        own = find() if callable(find) else None
-    except NotImplementedError:  # as models of transformers say that have none
-        own = None
-    size = getattr(getattr(own, "base_layer", own), "num_embeddings", None)  # which peft may have wrapped
+        embeddings = find() if callable(find) else None
+    except NotImplementedError:  # raised by transformers models without embeddings
+        embeddings = None
+    embeddings = getattr(embeddings, "base_layer", embeddings)  # peft may have wrapped it
+    size = getattr(embeddings, "num_embeddings", None)
     if isinstance(size, int):
         return [size], []
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return [], [module.num_embeddings]
-    parts = [known_tokens(child) for child in module.children()]
+    parts = [count_tokens(child) for child in module.children()]
     return [n for named, _ in parts for n in named], [n for _, others in parts for n in others]
 
 
-def known_positions(module: nn.Module) -> int | None:
-    """The number of positions that a model of transformers, the net or a part of it, has learnt.
+def count_positions(module: nn.Module) -> int | None:
+    """Return the number of learnt positions of a transformers model, the net or a part of it.
 
-    None for one that computes them, and for any other net.
+    None for a model that computes its position embeddings, and for any other net.
     """
     for part in module.modules():
         most = getattr(getattr(part, "config", None), "max_position_embeddings", None)
         if isinstance(most, int) and hasattr(part, "get_input_embeddings"):
             named = part.named_modules()
-            learnt = (name for name, own in named if isinstance(own, nn.Embedding) and ("pos" in name or "wpe" in name))
+            learnt = (n for n, layer in named if isinstance(layer, nn.Embedding) and ("pos" in n or "wpe" in n))
             return most if any(learnt) else None
     return None

@@ -1,4 +1,4 @@
-"""What an object keeps: its attributes, slots included, and the variables in a function's closure."""
+"""Lists an object's attributes, including slots, and the variables in a function's closure."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object, with their names.
+    """Yield an object's attributes and their names.
 
     Example:
         >>> from types import SimpleNamespace
@@ -22,7 +22,7 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def closure(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables that a function keeps of where it was made, with their names.
+    """Yield the variables in a function's closure and their names.
 
     Example:
         >>> def counting(start):
@@ -33,12 +33,12 @@ def closure(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
-        except ValueError:  # of a name that has no value yet
+        except ValueError:  # the variable has no value yet
             continue
 
 
 @lru_cache(maxsize=1024)
 def _slots(kind: type) -> tuple[str, ...]:
-    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = [name for slots in found for name in ((slots,) if isinstance(slots, str) else slots)]
+    by_class = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for slots in by_class for name in ((slots,) if isinstance(slots, str) else slots)]
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

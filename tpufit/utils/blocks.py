@@ -1,29 +1,29 @@
-"""The blocks that a module repeats, such as a transformer's."""
+"""Finds the blocks that a module repeats, such as a transformer's layers."""
 
 from collections import Counter
 
 from torch import nn
 
 
-def repeated(module: nn.Module) -> list[str]:
-    """Name the modules in a `ModuleList` or `Sequential` of several of their class, if they are made of layers.
+def find_repeated_blocks(module: nn.Module) -> list[str]:
+    """List the modules with children and a sibling of their class in a `ModuleList` or `Sequential`.
 
     Example:
-        >>> repeated(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1), 2, enable_nested_tensor=False))
+        >>> find_repeated_blocks(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1), 2, enable_nested_tensor=False))
         ['layers.0', 'layers.1']
     """
-    found = []
+    names = []
     for name, group in module.named_modules():
         if isinstance(group, (nn.ModuleList, nn.Sequential)):
             kinds = Counter(type(part) for part in group)
             for key, part in group.named_children():
                 if kinds[type(part)] > 1 and any(part.children()):
-                    found.append(f"{name}.{key}" if name else key)
-    return found
+                    names.append(f"{name}.{key}" if name else key)
+    return names
 
 
-def outermost(names: list[str]) -> tuple[str, ...]:
-    """Those that are not inside of others, in the order of `named_modules`, where a module comes before its parts."""
+def keep_outermost(names: list[str]) -> tuple[str, ...]:
+    """Drop names inside other names. Expects the order of `named_modules`, where a module precedes its parts."""
     kept: list[str] = []
     for name in names:
         if not any(name.startswith(f"{outer}.") for outer in kept):

@@ -1,4 +1,4 @@
-"""`run`: a Python process that may be ended, crash or take too long, with a clock while it runs, and how it ended."""
+"""`run`: runs a Python process that may crash, be killed or take too long, shows a clock, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ _TICK = 0.2  # seconds
 
 
 @dataclass(frozen=True)
-class Ended:
-    """The end of a process."""
+class End:
+    """How a process ended."""
 
-    status: int | None  # its exit status; below 0 the signal that ended it; None if its time was over
+    status: int | None  # the exit status; below 0 the signal that ended it; None after a timeout
     said: str
 
 
 def run(
     command: Sequence[str], what: str, seconds: float, clock: bool = True, environ: Mapping[str, str] | None = None
-) -> Ended:
-    """Run a Python program in a process of its own, and wait for its end. Ctrl-C and kill -9 end it too.
+) -> End:
+    """Run a Python program in a new process, and wait for its end. Ctrl-C and kill -9 end it, too.
 
     Args:
         command: The words after `python`.
-        what: What it does, e.g. `"compiling for v5e-8"`.
-        seconds: The seconds that it may take.
-        clock: True (default) to show the seconds while it runs, where a line can be drawn over.
+        what: What the program does, e.g. `"compiling for v5e-8"`.
+        seconds: The most seconds that it may take.
+        clock: True (default) shows the seconds while it runs, where a line can be redrawn.
     """
     python = child_python(command, {"PYTHONFAULTHANDLER": "1", **(environ or {})})
     console = standard_output()
     began = perf_counter()
     status: Any = console.status(what) if clock and can_draw(console) else nullcontext()
-    # A file and not a pipe, which nobody would empty while this waits.
+    # A file rather than a pipe, which would fill up during the wait.
     with tempfile.TemporaryFile("w+", errors="replace") as said, status as shown:
         process = subprocess.Popen(**python, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
         in_time = True
@@ -59,31 +59,32 @@ def run(
             process.kill()
             process.wait()
         said.seek(0)
-        return Ended(process.returncode if in_time else None, said.read())
+        return End(process.returncode if in_time else None, said.read())
 
 
-def reason(status: int, said: str) -> str:
-    """The end of a process in a sentence: by its exit status or, below 0, the signal that ended it.
+def explain_end(status: int, said: str) -> str:
+    """Explain the end of a process by its exit status or, below 0, the signal that ended it.
 
     Example:
-        >>> reason(-6, "F0000 xla.cc:1] Check failed: false")
+        >>> explain_end(-6, "F0000 xla.cc:1] Check failed: false")
         'signal 6 ended its process. It said:\\nF0000 xla.cc:1] Check failed: false'
     """
     if status == -signal.SIGKILL:
-        killed = "the system killed its process, most likely for want of host memory"
+        killed = "the system killed its process, most likely because host memory ran out"
         return f"{killed}. Close other programs, or use a machine with more"
     lines = [line for line in said.splitlines() if line.strip()]
     stack = next((i for i, line in enumerate(lines) if line.startswith("Fatal Python error")), len(lines))
     marks = ("Error", "ERROR", "Check failed", "bad_alloc")
     words = [line for line in lines[:stack] if line[0] != " " and any(mark in line for mark in marks)]
     last = "\n".join(words[-1:] or lines[:stack][-5:])
-    # Without memory a library may also end in a fault while it is loaded, and says nothing then.
+    # Without memory, loading a library may also crash, with no message.
     loading = status == -signal.SIGSEGV and "<frozen importlib" in said
-    if loading or any(words in said for words in LACKS_MEMORY):
-        last = last or f"signal {-status} ended it, as it loaded libraries"
+    if loading or any(text in said for text in LACKS_MEMORY):
+        last = last or f"signal {-status} ended it while it loaded libraries"
         limits = "a container's limit, ulimit -v or ulimit -u"
         return (
-            f"its process may not use enough host memory. Raise {limits}, or use a machine with more. It said:\n{last}"
+            f"its process isn't allowed enough host memory. Raise {limits}, or use a machine with more. It "
+            f"said:\n{last}"
         )
     if words and status > 0:
         return last

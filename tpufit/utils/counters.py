@@ -1,7 +1,7 @@
-"""Counters of what runs, and of the host's time: graphs and why, waits by reason, captures, and time by phase.
+"""Counters of the process: compiled graphs and their causes, waits by reason, captures, and the host's time by phase.
 
-They are the process's: another model that trains meanwhile counts here too. The device counts the rest itself, see
-`runtime/counters.py`.
+They are global to the process: another model that trains at the same time counts here, too. The device counts the rest,
+see `runtime/counters.py`.
 """
 
 from __future__ import annotations
@@ -25,29 +25,28 @@ class Compiled:
     """One compilation."""
 
     role: str  # one of `ROLES`
-    cause: str  # of the graph, e.g. "the first step"; nothing where there is but one
+    cause: str  # of the graph, e.g. "the first step"; "" if there can be only one
     seconds: float
 
 
 @dataclass(frozen=True)
 class Counts:
-    """A snapshot of the counters, since the process began or since an earlier snapshot.
+    """A snapshot of the counters since the process began, or since an earlier snapshot.
 
     Attributes:
         graphs: Graphs compiled, by role: `"train"`, `"eval"`, `"predict"`, `"init"`, `"transfer"`, `"metric"`.
-        captures: Steps captured again, by the change that made it necessary, e.g. `"momentum in ..."`. New shapes
-            are not among them.
+        captures: Steps captured again, by the change that required it, e.g. `"momentum in ..."`, except new shapes.
         waits: Waits for the device, by reason, e.g. `"logs"` or `"outputs"`.
-        fallbacks: Operations that ran on the host for lack of a lowering, by name, e.g. `"aten::nonzero"`.
-        host_reads: Values that a step's own code read, as `.item()` does: each waits for the device.
-        compiled: The compilations, in their order.
-        lines: Lines of user code where a traced step has read a value, under `"read"`, or called an operation that
-            fell back, under its name: `("aten::nonzero", "train.py:12")`.
-        seconds: The host's time by phase, each without the others inside it: `"compile"`, `"trace"`, `"wait: logs"`
-            and the other waits, `"data"`; if somebody measures, `"steps"` and `"callbacks"`; and beside these, in the
-            prefetcher's thread, `"read"` and `"prepare"`.
-        executing: The time that the device's runtime counts as execution, in seconds. Where the device works on its
-            own it is only the time to start it.
+        fallbacks: Operations that ran on the host because the device lacks them, by name, e.g. `"aten::nonzero"`.
+        host_reads: Values that a step's code read, e.g. by `.item()`: each waits for the device.
+        compiled: The compilations, in order.
+        lines: Lines of user code where a traced step read a value, under `"read"`, or called an operation that ran on
+            the host, under its name: `("aten::nonzero", "train.py:12")`.
+        seconds: The host's time by phase, each without nested phases: `"compile"`, `"trace"`, `"wait: logs"` and the
+            other waits, `"data"`; `"steps"` and `"callbacks"`, if they are measured; and in the prefetcher's thread, at
+            the same time, `"read"` and `"prepare"`.
+        executing: The seconds that the device's runtime counts as execution: on an asynchronous device only the time to
+            start it.
     """
 
     graphs: Counter[str] = field(default_factory=Counter)
@@ -68,16 +67,16 @@ class Counts:
 
 
 _totals = Counts(seconds=defaultdict(float))  # of this process
-_inside = 0.0  # of the time that is being measured, the part that has been counted to another phase already
+_inside = 0.0  # the part of the time being measured that another phase has already counted
 
 
 def totals() -> Counts:
-    """The counters as they stand, without those of the device's own."""
+    """Return a snapshot of the counters, without the device's."""
     return Counts(*map(copy, vars(_totals).values()))
 
 
 def note_compiled(role: str, cause: str, graphs: int, seconds: float) -> None:
-    """Note graphs that were compiled, in so many seconds all together; the role is one of `ROLES`."""
+    """Record compiled graphs, and the seconds for all of them; the role is one of `ROLES`."""
     _totals.graphs[role] += graphs
     _totals.compiled.extend([Compiled(role, cause, seconds / graphs)] * graphs)
     add_seconds("compile", seconds)
@@ -85,7 +84,7 @@ def note_compiled(role: str, cause: str, graphs: int, seconds: float) -> None:
 
 @contextmanager
 def timed(phase: str) -> Iterator[None]:
-    """Count the time inside to a phase, without the time that is counted to another one in there."""
+    """Return a context that counts its time for a phase, except time counted for nested phases."""
     global _inside
     began = perf_counter()
     outside = _inside
@@ -98,8 +97,8 @@ def timed(phase: str) -> Iterator[None]:
         _inside = outside + elapsed
 
 
-def timing(phase: str, function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function to count its time to a phase, as `timed` does, in half a microsecond."""
+def time_function(phase: str, function: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a function to count its time for a phase, as `timed` does, in half a microsecond."""
 
     def timed_function(*args: P.args, **kwargs: P.kwargs) -> T:
         global _inside
@@ -116,29 +115,29 @@ def timing(phase: str, function: Callable[P, T]) -> Callable[P, T]:
     return timed_function
 
 
-def add_seconds(phase: str, seconds: float, beside: bool = False) -> None:
-    """Count time to a phase that was measured otherwise, inside of what is being measured.
+def add_seconds(phase: str, seconds: float, parallel: bool = False) -> None:
+    """Count time, measured otherwise, for a phase nested in the one being measured.
 
-    If it passed `beside` that, in another thread, or has been counted otherwise already, it isn't taken off.
+    With `parallel`, it passed in another thread, or is counted elsewhere, and isn't subtracted from the outer phase.
     """
     global _inside
     _totals.seconds[phase] += seconds
-    _inside += 0.0 if beside else seconds
+    _inside += 0.0 if parallel else seconds
 
 
 @contextmanager
 def waiting(reason: str) -> Iterator[None]:
-    """Count one wait for the device, which happens inside, and its time."""
+    """Return a context that counts one wait for the device, and its time."""
     _totals.waits[reason] += 1
     with timed(f"wait: {reason}"):
         yield
 
 
 def note_line(what: str, line: str) -> None:
-    """Note a line such as `train.py:12` that reads a value (`"read"`), or calls an operation that runs on the host."""
+    """Count a line such as `train.py:12` that reads a value (`"read"`), or calls an operation that runs on the host."""
     _totals.lines[what, line] += 1
 
 
 def count_capture(change: str) -> None:
-    """Count that a step has to be captured again, because of a change."""
+    """Count that a change requires a step to be captured again."""
     _totals.captures[change] += 1

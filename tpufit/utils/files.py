@@ -1,4 +1,4 @@
-"""Files that are whole or not there, written beside their target and committed by a rename; and locks on folders."""
+"""Atomic file writes, by a draft next to the target and a rename; and locks on folders."""
 
 import errno
 import fcntl
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors
 import safetensors.torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .users_code import warn
 
-# The names of safetensors for dtypes.
+# safetensors' names of dtypes.
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -43,23 +43,23 @@ _DTYPES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
-LOCK = ".lock"  # the file in a folder that is locked
-# The errors of a file system that has no room for more, and of one that has no locks.
+LOCK = ".lock"  # the lock file in a folder
+# The errors of a full file system, and of a file system without locks.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-_HOLDER = re.compile(rb"process \d+ on .+")  # the content of a lock
+_HOLDER = re.compile(rb"process \d+ on .+")  # the content of a lock file
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Give a draft to write beside a file; it takes the file's place when the block ends without an error.
+    """Return a context with a draft to write; the draft replaces the file when the context ends without an error.
 
-    Whenever the process may die, the file is the old one or the new one. After an error nothing of the draft is left;
-    only a killed process leaves one, which `drop_drafts` removes. The folder must exist. A link is replaced, and not
-    the file that it leads to.
+    Even if the process is killed, the file is either the old or the new one. After an error the draft is deleted; only
+    a killed process leaves a draft, which `drop_drafts` removes. The folder must exist. A link is replaced, not its
+    target.
 
     Raises:
-        OSError: The file system refused, or the path is a folder, a device or a pipe, which no file may replace.
+        OSError: The write failed, or the path is a folder, a device or a pipe, which a file can't replace.
 
     Example:
         >>> import tempfile
@@ -77,11 +77,46 @@ def replacing(target: Path) -> Iterator[Path]:
         os.replace(draft, target)
     finally:
         draft.unlink(missing_ok=True)
-    flush(target.parent)  # else the rename itself may be lost with the power
+    flush(target.parent)  # else a power cut may lose the rename
+
+
+def append_or_undo(file: BinaryIO, content: bytes, durable: bool = False) -> None:
+    """Append to an unbuffered file at its position; if the file system refuses, the file stays as it was.
+
+    With `durable`, wait until the disk has the content.
+
+    Raises:
+        OSError: The file system refused.
+    """
+    end = file.tell()
+    rest = memoryview(content)
+    try:
+        while rest:  # a full disk may accept only a part
+            rest = rest[file.write(rest) :]
+        if durable:
+            os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):
+            file.truncate(end)
+        raise
+
+
+@contextmanager
+def tolerating_full_disk() -> Iterator[None]:
+    """A context that ends silently if the disk is full: the caller keeps the content, and writes it later.
+
+    Raises:
+        OSError: The file system refused for another reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
 
 
 def require_replaceable(target: Path) -> None:
-    """Raise an `OSError` if something is there that isn't a file: a folder, a device, a pipe, or a link to one."""
+    """Raise an `OSError` if the path exists and isn't a file: a folder, a device, a pipe, or a link to one of these."""
     if target.exists() and not target.is_file():
         raise FileExistsError(errno.EEXIST, "It isn't a file, and can't be replaced by one", str(target))
 
@@ -90,30 +125,29 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Write a safetensors file of host tensors, no two of which share memory.
 
     Raises:
-        OSError: The file system refused. With an errno of `DISK_FULL` there is no room.
+        OSError: The write failed. With an errno in `DISK_FULL` the disk is full.
     """
-    path.touch()  # safetensors would make a file that only its owner may read, whatever the umask says
+    path.touch()  # safetensors would create a file that only its owner can read, whatever the umask
     mode = path.stat().st_mode
     try:
         safetensors.torch.save_file(dict(tensors), path, metadata=dict(metadata or {}))
         path.chmod(stat.S_IMODE(mode))
     except safetensors.SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))  # it says so in words only
-        if found is None:
+        code = re.search(r"os error (\d+)", str(error))  # safetensors gives the number only in its message
+        if code is None:
             raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
 
 
 def write_one_by_one(
     path: Path, tensors: Mapping[str, Tensor], values: Iterator[Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a safetensors file of tensors that need not be in memory together: their values come on the host, in order.
+    """Write a safetensors file of tensors that need not fit in memory together: their host values arrive in order.
 
-    Of the tensors only shape and dtype count. The widest dtypes come first, so that all lie at whole multiples of their
-    width.
+    Only the tensors' shapes and dtypes are used. The widest dtypes must come first, so that all are aligned.
 
     Raises:
-        OSError: The file system refused.
+        OSError: The write failed.
 
     Example:
         >>> import tempfile, torch
@@ -140,13 +174,13 @@ def write_one_by_one(
         for _ in tensors:
             value = next(values)
             file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            del value  # before the next one comes
+            del value  # before the next value arrives
 
 
 def drop_drafts(folder: Path, names: str) -> None:
-    """Remove the drafts that killed processes left of files whose names match a pattern.
+    """Remove killed processes' drafts of files whose names match a pattern.
 
-    The caller makes sure that no other process is writing there.
+    The caller must ensure that no other process is writing there.
     """
     form = re.compile(rf"\.({names})\.tmp-\d+")
     for draft in folder.glob(".*.tmp-*"):
@@ -155,7 +189,7 @@ def drop_drafts(folder: Path, names: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until the disk holds the bytes of a file, or the names in a folder, before anything that relies on them."""
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -163,11 +197,11 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-class HeldError(Exception):
-    """A lock is held; the message is what its holder wrote into it.
+class LockedError(Exception):
+    """The folder is locked; the message is what the lock's owner wrote to it.
 
     Attributes:
-        here: True if this process holds it.
+        here: True if this process has locked it.
     """
 
     def __init__(self, holder: str, here: bool) -> None:
@@ -176,14 +210,14 @@ class HeldError(Exception):
 
 
 class Lock:
-    """A folder's lock against other processes, and against other locks of this one. It ends with its process.
+    """A folder's lock against other processes, and other locks of this process. It ends with the process.
 
-    A process that this one forks, such as a loader's worker, doesn't have it: it may live on when this one is killed.
-    To `release` it again is no error.
+    Forked processes, such as a loader's workers, don't inherit it, since they may outlive this process. `release` may
+    be called again.
 
     Raises:
-        HeldError: The folder is locked.
-        OSError: The file system refused, or the folder's `.lock` is a link or another program's.
+        LockedError: The folder is locked.
+        OSError: The file can't be written, or the folder's `.lock` is a link or another program's.
 
     Example:
         >>> import tempfile
@@ -193,40 +227,41 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._descriptor = _opened(folder / LOCK)
+        self._descriptor = _open(folder / LOCK)
         self.release = weakref.finalize(self, _unlock, self._descriptor)
         try:
-            # Of this open file, unlike `lockf`, whose locks end when any other descriptor of the file is closed.
+            # The lock belongs to this open file, unlike `lockf`'s, which ends when any descriptor of the file is
+            # closed.
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             holder = os.read(self._descriptor, 1000).decode(errors="replace")
-            here = any(lock.is_of(self._descriptor) for lock in list(_held))
+            here = any(lock.is_on(self._descriptor) for lock in list(_active))
             self.release()
-            raise HeldError(holder, here) from None
+            raise LockedError(holder, here) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 self.release()
                 raise
             warn(
-                f"the file system of {folder} has no locks ({error.strerror}): make sure that no other process is at "
-                "work there",
+                f"the file system of {folder} has no locks ({error.strerror}): make sure that no other process is "
+                "writing there",
             )
-        _held.add(self)
+        _active.add(self)
         os.truncate(self._descriptor, 0)
         os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
-    def is_of(self, descriptor: int) -> bool:
-        """True if this is a lock on the same file, and isn't released."""
+    def is_on(self, descriptor: int) -> bool:
+        """True if this is a lock on the descriptor's file, and isn't released."""
         return self.release.alive and os.path.samestat(os.fstat(self._descriptor), os.fstat(descriptor))
 
     def forget(self) -> None:
-        """Leave the lock to the process that this one was forked from."""
+        """Leave the lock to the parent of this forked process."""
         if self.release.detach() is not None:
             os.close(self._descriptor)
 
 
-def _opened(path: Path) -> int:
-    """Open a file for a lock, and make it if it isn't there."""
+def _open(path: Path) -> int:
+    """Open a lock file, and create it if necessary."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
@@ -242,16 +277,16 @@ def _opened(path: Path) -> int:
 
 def _unlock(descriptor: int) -> None:
     with suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a process that was forked this moment
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a process forked at this moment
     os.close(descriptor)
 
 
-# The locks of this process, to be left to it by those that it forks.
-_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+# This process's locks, which forked processes leave to it.
+_active: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    for lock in list(_held):
+    for lock in list(_active):
         lock.forget()
 
 

@@ -1,7 +1,6 @@
-"""This host's hardware, read without torch: TPU chips, their holders, the platform, the memory.
+"""This host's hardware, read without torch: TPU chips, the processes that use them, the platform, the memory.
 
-All of it is read from files that Linux keeps. The functions take their root, so that tests can lay out another host in
-a folder.
+Everything is read from Linux's files. The functions take the root folder, so that tests can imitate another host.
 """
 
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from .users_code import warn
 
-# What a process says that may use no more memory, or start no more threads.
+# The messages of a process that can't allocate memory or start threads.
 LACKS_MEMORY = (
     "failed to map",
     "Cannot allocate memory",
@@ -22,28 +21,29 @@ LACKS_MEMORY = (
     "out of memory",
 )
 
-# Variables that were once the way to bfloat16 on TPUs. torch_xla still obeys some, behind PyTorch's back, so that
-# tensors say float32 and are not.
+# Variables that used to select bfloat16 on TPUs. torch_xla still obeys some without PyTorch's knowledge, so that
+# tensors report float32 and aren't.
 _RETIRED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_F16")
 
 _ROOT = Path("/")
 _VENDOR = "0x1ae0"  # Google's
-# Variables that another run leaves: they make libtpu wait for processes that are not there. Kaggle's images set some.
-_OF_MANY_PROCESSES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
+# Variables of runs with several processes: they make libtpu wait for processes that don't exist. Kaggle's images set
+# some.
+_MULTIPROCESS_VARIABLES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
 
 
 @dataclass(frozen=True)
 class Chip:
-    """A type of TPU, as its vendor says."""
+    """A type of TPU, by its vendor's documentation."""
 
     name: str  # e.g. "v5e"
-    devices: int  # that the runtime reports for one chip
-    memory: int  # of a device, in GiB; for "v2 or v3" that of a v2
-    peak: float | None = None  # products of a device in bfloat16, in operations a second
+    devices: int  # per chip, as the runtime reports
+    memory: int  # of a device, in GiB; for "v2 or v3" a v2's
+    peak: float | None = None  # of a device's bfloat16 products, in operations per second
 
 
-# Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm, and the pages of v2, v3, v4, v5e, v5p and v6e; the peak
-# of a v2: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks" (2020).
+# Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm, and the pages of v2, v3, v4, v5e, v5p, v6e and tpu7x;
+# the peak of a v2: Jouppi et al., "A Domain-Specific Supercomputer for Training Deep Neural Networks" (2020).
 GENERATIONS = {
     chip.name: chip
     for chip in (
@@ -53,6 +53,7 @@ GENERATIONS = {
         Chip("v5e", 1, 16, 197e12),
         Chip("v5p", 1, 95, 459e12),
         Chip("v6e", 1, 32, 918e12),
+        Chip("v7x", 2, 96, 1153.5e12),
     )
 }
 # By the PCI device. Sources: torch_xla/_internal/tpu.py (torch_xla 2.9), jax/_src/hardware_utils.py (v5p).
@@ -62,14 +63,14 @@ CHIPS = {
     "0x0062": GENERATIONS["v5p"],
     "0x0063": GENERATIONS["v5e"],
     "0x006f": GENERATIONS["v6e"],
-    # Two devices, by torch_xla's bounds of its processes. It must be known at least as a TPU: on a host that counts as
-    # one without, torch_xla 2.9 can't be imported beside it.
-    "0x0076": Chip("v7x", 2, 96),
+    # It must be known as a TPU with torch_xla too: torch_xla 2.9 can't be imported on a host with this chip that counts
+    # as a host without TPUs.
+    "0x0076": GENERATIONS["v7x"],
 }
 
 
 def chips(root: Path = _ROOT) -> list[Chip]:
-    """The TPU chips that are attached to this host.
+    """Return the TPU chips attached to this host.
 
     Example:
         >>> sum(chip.devices for chip in [CHIPS["0x0027"]] * 4)  # a v3-8 has four chips
@@ -80,21 +81,26 @@ def chips(root: Path = _ROOT) -> list[Chip]:
     return [CHIPS[device] for device in devices if device in CHIPS]
 
 
+def gpus(root: Path = _ROOT) -> int:
+    """Return the number of NVIDIA GPUs that this process may open."""
+    return len([*root.glob("dev/nvidia[0-9]*")])
+
+
 def holders(root: Path = _ROOT) -> dict[int, str]:
-    """The commands of the processes that have a TPU open, by process id. Other users' processes show to root only."""
-    found = {}
+    """Return the commands of processes that use a TPU, by process id. Only root sees other users' processes."""
+    commands = {}
     for process in root.glob("proc/[0-9]*"):
         try:
             opened = [os.readlink(descriptor) for descriptor in (process / "fd").iterdir()]
         except OSError:  # another user's, or just ended
             continue
         if any(path.startswith(("/dev/accel", "/dev/vfio/")) for path in opened):
-            found[int(process.name)] = _read(process / "cmdline").replace("\0", " ").strip() or "(ended)"
-    return dict(sorted(found.items()))
+            commands[int(process.name)] = _read(process / "cmdline").replace("\0", " ").strip() or "(ended)"
+    return dict(sorted(commands.items()))
 
 
 def describe(holders: Mapping[int, str]) -> str:
-    """Write process ids with their commands in one line.
+    """List process ids with their commands in one line.
 
     Example:
         >>> describe({17: "python train.py", 18: "python -m ipykernel_launcher"})
@@ -104,9 +110,9 @@ def describe(holders: Mapping[int, str]) -> str:
 
 
 def place(root: Path = _ROOT) -> str:
-    """The platform: `"Kaggle"`, `"Colab"`, `"TPU VM"` or `"a machine without a TPU"`, by its folders and devices.
+    """Return the platform, by folders and devices: `"Kaggle"`, `"Colab"`, `"TPU VM"` or `"a machine without a TPU"`.
 
-    Environment variables say nothing: they are copied, left over and forged.
+    Environment variables aren't used: they may be copied, left over or forged.
     """
     if (root / "kaggle").is_dir():
         return "Kaggle"
@@ -116,48 +122,48 @@ def place(root: Path = _ROOT) -> str:
 
 
 def drop_stale_variables(environ: MutableMapping[str, str] = os.environ, root: Path = _ROOT) -> None:
-    """On Kaggle, remove the variables that a run of many processes has left in the environment, and warn of it.
+    """On Kaggle, remove variables that a run of several processes has left in the environment, and warn about it.
 
-    Only there, and only with a TPU: elsewhere they may be meant. It must come before torch_xla is imported.
+    Only there, and only with a TPU: elsewhere they may be intended. Call it before torch_xla is imported.
     """
-    stale = [name for name in _OF_MANY_PROCESSES if name in environ]
+    stale = [name for name in _MULTIPROCESS_VARIABLES if name in environ]
     if stale and place(root) == "Kaggle" and chips(root):
         removed = " and ".join(f"{name}={environ.pop(name)!r}" for name in stale)
         warn(
-            f"removed {removed} from the environment: left from a run of several processes, for which the TPU would "
-            "wait in vain",
+            f"removed {removed} from the environment: left over from a run of several processes, for which the TPU "
+            "would wait in vain",
         )
 
 
-def leave_the_cloud_alone(environ: MutableMapping[str, str] = os.environ, root: Path = _ROOT) -> None:
-    """On a host without a TPU, keep libtpu from asking the cloud's metadata server for one, which takes minutes.
+def skip_metadata_query(environ: MutableMapping[str, str] = os.environ, root: Path = _ROOT) -> None:
+    """On a host without a TPU, keep libtpu from querying the cloud's metadata server for minutes.
 
-    It must come before libtpu is loaded, which then says at once that there is none.
+    Call it before libtpu is loaded, which then reports at once that there is no TPU.
     """
     if not chips(root):
         environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 
 def memory(root: Path = _ROOT) -> dict[str, int]:
-    """The bytes of memory that this process may use, by the limit that says so; `"RAM"` is always among them."""
-    found = {"RAM": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    """Return the bytes of memory that this process may use, by limit; `"RAM"` is always included."""
+    limits = {"RAM": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     for path in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = _read(root / path)
-        if text.isdecimal() and int(text) < found["RAM"]:
-            found["the container (cgroup)"] = int(text)
+        if text.isdecimal() and int(text) < limits["RAM"]:
+            limits["the container (cgroup)"] = int(text)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit not in (resource.RLIM_INFINITY, -1):
-        found["ulimit -v (RLIMIT_AS)"] = limit
-    return found
+        limits["ulimit -v (RLIMIT_AS)"] = limit
+    return limits
 
 
 def cpus() -> int:
-    """The number of CPUs that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def retired_variables(environ: Mapping[str, str]) -> list[str]:
-    """The variables that are set, of those that were once the way to another precision.
+    """Return the set variables that used to select another precision.
 
     Example:
         >>> retired_variables({"XLA_USE_BF16": "1", "XLA_USE_F16": "0"})

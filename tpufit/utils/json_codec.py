@@ -1,4 +1,4 @@
-"""Nests of plain values and tensors, as JSON and a file of tensors can hold them."""
+"""Encodes nests of plain values and tensors as JSON and a file of tensors."""
 
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -13,7 +13,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def is_json(nest: Any) -> bool:
-    """True if JSON can hold a nest as it is.
+    """True if JSON can represent a nest unchanged.
 
     Example:
         >>> is_json({"loss": ["mse", None]}), is_json({"loss": print})
@@ -25,12 +25,12 @@ def is_json(nest: Any) -> bool:
 
 
 def encode(nest: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
-    """Turn a nest into one that JSON can hold. A tuple becomes a list.
+    """Convert a nest to a nest for JSON. A tuple becomes a list.
 
-    `tensors` takes its tensors and arrays, by names that begin with its own, which is also its name in errors.
+    Tensors and arrays go to `tensors`, under names that begin with `name`, which errors also use.
 
     Raises:
-        ArgumentError: It holds something but numbers, strings, tensors and arrays, in tuples, lists and dicts.
+        ArgumentError: The nest contains more than numbers, strings, tensors and arrays, in tuples, lists and dicts.
 
     Example:
         >>> tensors = {}
@@ -50,16 +50,16 @@ def encode(nest: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
         return nest
     if isinstance(nest, (list, tuple)):
         return [encode(item, f"{name}/{i}", tensors) for i, item in enumerate(nest)]
-    if isinstance(nest, Mapping):  # as pairs, because JSON's keys are strings only
+    if isinstance(nest, Mapping):  # as pairs, because JSON's keys must be strings
         pairs = [[key, encode(value, f"{name}/{key}", tensors)] for key, value in nest.items()]
         if all(isinstance(key, _PLAIN) for key, _ in pairs):
             return {"dict": pairs}
-    cure = "nothing is ever pickled. Keep numbers, strings, tensors and arrays, in lists and dicts"
-    raise ArgumentError(f"{name} is a {type(nest).__name__}, which a checkpoint can't hold: {cure}")
+    cure = "nothing is ever pickled. Use numbers, strings, tensors and arrays, in lists and dicts"
+    raise ArgumentError(f"{name} is a {type(nest).__name__}, which a checkpoint can't save: {cure}")
 
 
 def decode(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Turn the result of `encode` back into the nest, with the tensors that it took."""
+    """Convert the result of `encode` back to the nest, with its tensors."""
     if isinstance(plain, list):
         return [decode(item, tensors) for item in plain]
     if not isinstance(plain, dict):

@@ -1,6 +1,6 @@
-"""`Kept`: what Python objects keep in their attributes while training goes on, to be saved and set back.
+"""`Kept`: the attributes of Python objects that change during training, to save and restore them.
 
-An attribute that changes is state: a count, a list, a random generator. PyTorch's own state, in modules and optimizers,
+An attribute that changes is state: a counter, a list, a random generator. PyTorch's state, in modules and optimizers,
 is saved elsewhere.
 """
 
@@ -21,36 +21,41 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .attributes import attributes, closure
+from .object_walk import Named, ObjectWalk
 from .users_code import is_users_module
 
-# The limits of the walk: its depth, its objects, and the items of one container or tensor that are saved.
+# The limits of the walk: its depth, also in libraries' objects, the number of objects, and the items of a container or
+# tensor to save.
 _DEPTH = 6
+_DEPTH_IN_LIBRARIES = 3
 _OBJECTS = 20_000
 _ITEMS = 10_000
 
 _PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
-_NONE = object()  # a value without a form
-_GONE = object()  # an attribute that isn't there
+_NONE = object()  # the form of a value that can't be saved
+_GONE = object()  # a missing attribute
 
-# The attributes of every module and optimizer, which are PyTorch's.
-_PYTORCHS = frozenset(vars(nn.Module())) | vars(torch.optim.SGD([torch.zeros(1)], 0.1)).keys() | {"_opt_called"}
+# PyTorch's attributes of every module and optimizer.
+_PYTORCH_ATTRIBUTES = (
+    frozenset(vars(nn.Module())) | vars(torch.optim.SGD([torch.zeros(1)], 0.1)).keys() | {"_opt_called"}
+)
 _LEAVES = (*_PLAIN, Tensor, np.ndarray, type, types.ModuleType)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 class ItemsExcept(NamedTuple):
-    """ItemsExcept of the items of a dict, in place of an object's attributes."""
+    """A dict's items except some names, in place of an object's attributes."""
 
     values: MutableMapping[str, Any]  # as of `vars`
-    but: Container[str]  # the names that are left out
+    but: Container[str]  # the omitted names
 
 
 class Kept:
-    """What some objects keep in their attributes and in those of the objects there, since it was made.
+    """The attributes of some objects, and of objects in them, that change after this object is made.
 
-    It sees numbers, words, small tensors and arrays, nests of these, random generators, and objects with a `state_dict`
-    and a `load_state_dict` of their own: as attributes, and as variables that a function keeps in its closure. Of a
-    library's objects, other than modules, it sees the generators alone. Objects to `leave` are somebody else's.
+    It saves numbers, strings, small tensors and arrays, nests of these, random generators, and objects with
+    `state_dict` and `load_state_dict`: as attributes, and as variables in a function's closure. In libraries' objects,
+    other than modules, it saves random generators only. Objects in `leave` are skipped.
 
     Example:
         >>> def counter():
@@ -70,41 +75,41 @@ class Kept:
     def __init__(self, roots: Mapping[str, Any], leave: Iterable[object] = ()) -> None:
         self._roots = dict(roots)
         self._leave = list(leave)
-        self._holders = self._found()
+        self._holders = self._find_holders()
         self._forms = {name: _forms(_values(holder)) for name, holder in self._holders.items()}
         self._simple = {name: _simple(_values(holder)) for name, holder in self._holders.items()}
         self._marks = {name: _marks(_values(holder)) for name, holder in self._holders.items()}
 
-    def _found(self) -> dict[str, Any]:
-        walk = _Walk(self._leave)
-        found = {name: holder for key, root in self._roots.items() for name, holder in walk.under(key, root)}
-        return {name: holder for name, holder in found.items() if not _is_bare(holder) or _values(holder)}
+    def _find_holders(self) -> dict[str, Any]:
+        walk = _Walk(_OBJECTS, self._leave)
+        found = {name: holder for key, root in self._roots.items() for name, holder in walk.walk(key, root)}
+        return {name: holder for name, holder in found.items() if not _is_librarys(holder) or _values(holder)}
 
-    def look_again(self) -> None:
-        """Take the objects that are in the place of others by now. Further ones are no state: steps make them."""
-        now = self._found()
+    def refresh(self) -> None:
+        """Update objects that have been replaced. New objects aren't state: steps create them."""
+        now = self._find_holders()
         self._holders = {name: now.get(name, holder) for name, holder in self._holders.items()}
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the attributes that have changed since this object was made, by object, as JSON holds them."""
+        """Return the attributes that have changed since this object was made, by object, as JSON values."""
         changed = {}
         for name, holder in self._holders.items():
             before = self._forms[name]
             simple = self._simple[name]
-            # This is done for each batch that is read, and forms of long lists take long.
+            # This runs for each batch, and the forms of long lists are slow.
             others = {k: v for k, v in _values(holder).items() if k not in simple or not simple[k].is_still(v)}
-            found = {key: form for key, form in _forms(others).items() if form != before.get(key, _GONE)}
-            if found:
-                changed[name] = found
+            now = {key: form for key, form in _forms(others).items() if form != before.get(key, _GONE)}
+            if now:
+                changed[name] = now
         return changed
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Set attributes back, and all others that can be to what they were when this object was made.
+        """Restore attributes, and reset all others to their values when this object was made.
 
-        The state is of the same objects or of others made in the same way.
+        The state is of the same objects, or of objects made in the same way.
 
         Returns:
-            The names of what has no place any more, in roots that are still there.
+            The names of values whose objects no longer exist, in existing roots.
         """
         for name, holder in self._holders.items():
             given = state.get(name, {})
@@ -116,87 +121,83 @@ class Kept:
         missing = [name for name in state if name not in self._holders and name.startswith(inside)]
         return [f"{name}.{key}" for name in missing for key in state[name]]
 
-    def lost(self) -> list[str]:
-        """Return the names of what has changed in a form that can't be saved."""
-        found = []
+    def list_unsaved(self) -> list[str]:
+        """Return the names of changed values that can't be saved."""
+        names = []
         for name, holder in self._holders.items():
             forms = self._forms[name]
             before = self._marks[name]
             now = _marks(_values(holder))
-            # What is new is no state: a step that needs it makes it.
-            found += [f"{name}.{key}" for key, mark in now.items() if key in forms or before.get(key, mark) != mark]
-        return found
+            # New values aren't state: a step that needs them creates them.
+            names += [f"{name}.{key}" for key, mark in now.items() if key in forms or before.get(key, mark) != mark]
+        return names
 
 
 # The objects
 
 
-class _Walk:
-    """Finds the objects whose attributes are looked at."""
+class _Walk(ObjectWalk):
+    """Finds the objects whose attributes may be state."""
 
-    def __init__(self, leave: Iterable[object]) -> None:
-        self._seen = set(map(id, leave))
-
-    def under(self, name: str, value: Any, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    def walk(self, name: str, value: Any, depth: int = _DEPTH) -> Named:
         """Yield the objects in a value, with their names."""
-        if isinstance(value, (*_LEAVES, *_GENERATORS)) or not depth:
-            return
-        if id(value) in self._seen or len(self._seen) > _OBJECTS:
-            return
-        self._seen.add(id(value))
-        if isinstance(value, nn.Module):
-            for path, part in value.named_modules():
-                self._seen.add(id(part))
-                yield from self._with_attributes(f"{name}.{path}" if path else name, part, depth)
-        elif isinstance(value, ItemsExcept):
-            yield from self._with_attributes(name, value, depth)
-        elif isinstance(
-            value, (dict, list, tuple, deque)
-        ):  # not any mapping: logs wait for the device if they are read
-            if len(value) <= _ITEMS:
-                for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                    yield from self.under(f"{name}[{key!r}]", item, depth - 1)
-        elif isinstance(value, partial):
-            yield from self.under(name, [value.func, value.args, value.keywords], depth)
-        elif isinstance(value, types.MethodType):
-            yield from self.under(name, value.__self__, depth)
-        elif isinstance(value, types.FunctionType):
-            yield from self._with_attributes(name, value, depth)
-        elif hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
-            yield from self._with_attributes(name, value, min(depth, 3) if _is_bare(value) else depth)
+        if not isinstance(value, (*_LEAVES, *_GENERATORS)):
+            yield from super().walk(name, value, depth)
 
-    def _with_attributes(self, name: str, holder: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    def visit_container(self, name: str, value: Any, depth: int) -> Named:
+        if isinstance(value, ItemsExcept):
+            yield from self._visit_attributes(name, value, depth)
+        # The items of other mappings aren't read: reading lazy logs waits for the device.
+        elif not isinstance(value, (dict, list, tuple, deque)):
+            yield from self.visit_object(name, value, depth)
+        elif len(value) <= _ITEMS:
+            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                yield from self.walk(f"{name}[{key!r}]", item, depth - 1)
+
+    def visit_function(self, name: str, function: types.FunctionType, depth: int) -> Named:
+        yield from self._visit_attributes(name, function, depth)
+
+    def visit_part(self, name: str, path: str, part: nn.Module, depth: int) -> Named:
+        yield from self._visit_attributes(f"{name}.{path}" if path else name, part, depth)
+
+    def visit_object(self, name: str, value: Any, depth: int) -> Named:
+        if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
+            depth = min(depth, _DEPTH_IN_LIBRARIES) if _is_librarys(value) else depth
+            yield from self._visit_attributes(name, value, depth)
+
+    def _visit_attributes(self, name: str, holder: Any, depth: int) -> Named:
         yield name, holder
         for key, value in list(_attributes(holder)):
-            yield from self.under(f"{name}.{key}", value, depth - 1)
+            yield from self.walk(f"{name}.{key}", value, depth - 1)
 
 
 def _attributes(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object, or the variables that a function keeps."""
+    """Yield the attributes of an object, or the variables in a function's closure."""
     if isinstance(holder, types.FunctionType):
         yield from closure(holder)
     elif isinstance(holder, ItemsExcept):
         yield from ((name, value) for name, value in list(holder.values.items()) if name not in holder.but)
     else:
-        hidden = _PYTORCHS if isinstance(holder, (nn.Module, Optimizer)) else ()
+        elsewhere: frozenset[str] = getattr(type(holder), "saved_elsewhere", frozenset())  # in the state of training
+        hidden = _PYTORCH_ATTRIBUTES | elsewhere if isinstance(holder, (nn.Module, Optimizer)) else ()
         yield from ((name, value) for name, value in attributes(holder) if name not in hidden)
 
 
 def _values(holder: Any) -> dict[str, Any]:
     """Return the attributes that may be state."""
-    bare = _is_bare(holder)
-    return {name: value for name, value in _attributes(holder) if not bare or isinstance(value, _GENERATORS)}
+    librarys = _is_librarys(holder)
+    return {name: value for name, value in _attributes(holder) if not librarys or isinstance(value, _GENERATORS)}
 
 
-def _is_bare(holder: Any) -> bool:
-    """True for an object of a library's, of which the random generators alone are looked at."""
+def _is_librarys(holder: Any) -> bool:
+    """True for a library's object, in which only random generators are state."""
     if isinstance(holder, (ItemsExcept, nn.Module, Optimizer, types.SimpleNamespace)):
         return False
     return not is_users_module(getattr(holder, "__module__", None))
 
 
 class _Simple(NamedTuple):
-    """A value as it was, that can be compared quickly: a plain one, or a container of plain ones."""
+    """A snapshot of a plain value, or a container of plain values, that can be compared quickly."""
 
     value: Any
     copy: Any
@@ -227,9 +228,9 @@ def _forms(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _form(value: Any, room: list[int]) -> Any:
-    """A value as JSON holds it: a plain one as it is, any other as {kind: ...}; a mark if it can't be held."""
+    """Return a value's form for JSON: plain values unchanged, others as {kind: ...}; `_NONE` if it can't be saved."""
     if isinstance(value, float) and value != value:
-        return {"float": "nan"}  # which is not equal to itself
+        return {"float": "nan"}  # NaN isn't equal to itself
     if isinstance(value, _PLAIN) and type(value).__module__ == "builtins":
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
@@ -246,8 +247,8 @@ def _form(value: Any, room: list[int]) -> Any:
     if type(value) in (list, tuple, deque, set):
         if len(value) > room[0]:
             return _NONE
-        own = list(value)  # at once: a thread that reads the data may change it
-        items = _form_of_items(sorted(own, key=repr) if isinstance(value, set) else own, room)
+        copied = list(value)  # at once: a thread that reads the data may change it
+        items = _form_of_items(sorted(copied, key=repr) if isinstance(value, set) else copied, room)
         return _NONE if items is _NONE else {type(value).__name__: items}
     if isinstance(value, dict):
         if len(value) > room[0]:
@@ -255,14 +256,14 @@ def _form(value: Any, room: list[int]) -> Any:
         items = _form_of_items([part for pair in list(value.items()) for part in pair], room)
         return _NONE if items is _NONE else {"dict": items}
     if _is_stateful(value):
-        own = _form(value.state_dict(), room)
-        return _NONE if own is _NONE else {"own": own}
+        state = _form(value.state_dict(), room)
+        return _NONE if state is _NONE else {"own": state}
     return _NONE
 
 
 def _is_stateful(value: Any) -> bool:
-    own = isinstance(value, (type, nn.Module, Optimizer))
-    return not own and all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    elsewhere = isinstance(value, (type, nn.Module, Optimizer))
+    return not elsewhere and all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _form_of_items(items: Any, room: list[int]) -> Any:
@@ -283,7 +284,7 @@ def _form_of_numbers(value: Any, room: list[int]) -> Any:
     if (
         tensor is None
         or tensor.device.type != "cpu"
-        or tensor.requires_grad  # it was computed from weights, or is one
+        or tensor.requires_grad  # computed from weights, or a weight
         or tensor.layout != torch.strided
     ):
         return _NONE
@@ -299,27 +300,27 @@ def _form_of_generator(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return {"Generator": value.get_state().numpy().tobytes().hex()} if value.device.type == "cpu" else _NONE
     if isinstance(value, random.Random):
-        with suppress(NotImplementedError):  # of one that asks the system
+        with suppress(NotImplementedError):  # `SystemRandom` has no state
             version, words, gauss = value.getstate()
             return {"Random": [version, list(words), gauss]}
         return _NONE
     legacy = isinstance(value, np.random.RandomState)
     state: Any = value.get_state(legacy=False) if legacy else value.bit_generator.state
-    return {"RandomState" if legacy else "numpy": _listed(state)}
+    return {"RandomState" if legacy else "numpy": _to_plain(state)}
 
 
-def _listed(state: Any) -> Any:
+def _to_plain(state: Any) -> Any:
     if isinstance(state, dict):
-        return {name: _listed(part) for name, part in state.items()}
+        return {name: _to_plain(part) for name, part in state.items()}
     return {"uint": [state.dtype.name, state.tolist()]} if isinstance(state, np.ndarray) else state
 
 
-def _unlisted(state: Any) -> Any:
+def _from_plain(state: Any) -> Any:
     if isinstance(state, dict):
         if state.keys() == {"uint"}:
             name, numbers = state["uint"]
             return np.array(numbers, dtype=name)
-        return {name: _unlisted(part) for name, part in state.items()}
+        return {name: _from_plain(part) for name, part in state.items()}
     return state
 
 
@@ -331,7 +332,7 @@ def _set(holder: Any, name: str, form: Any) -> None:
     if isinstance(holder, nn.Module) and isinstance(now, Tensor):
         now = None  # its memory may be a parameter's
     value = _value(form, now)
-    if value is now:  # which was changed in place, as others may hold it too
+    if value is now:  # changed in place, since other objects may refer to it
         return
     if isinstance(holder, types.FunctionType):
         (holder.__closure__ or ())[holder.__code__.co_freevars.index(name)].cell_contents = value
@@ -344,12 +345,12 @@ def _set(holder: Any, name: str, form: Any) -> None:
 
 
 def _value(form: Any, now: Any = None) -> Any:
-    """The value of a form. The value that is there now is changed in place if it can be."""
+    """Return the value of a form. The current value is changed in place if possible."""
     if not isinstance(form, dict):
         return form
     ((kind, own),) = form.items()
-    if kind in _RESTORED:
-        return _RESTORED[kind](own, now)
+    if kind in _DECODERS:
+        return _DECODERS[kind](own, now)
     return float(own)
 
 
@@ -361,8 +362,8 @@ def _list(own: Any, now: Any) -> Any:
     return items
 
 
-def _refilled(kind: Any, own: Any, now: Any) -> Any:
-    """A deque or set of the same object, where there is one, and other items."""
+def _refill(kind: Any, own: Any, now: Any) -> Any:
+    """Replace the items of the current deque or set, or make a new one."""
     kept = now if type(now) is kind else kind()
     kept.clear()
     fill = kept.extend if kind is deque else kept.update
@@ -416,7 +417,7 @@ def _python(own: Any, now: Any) -> Any:
 
 def _legacy(own: Any, now: Any) -> Any:
     generator = now if isinstance(now, np.random.RandomState) else np.random.RandomState()
-    generator.set_state(_unlisted(own))
+    generator.set_state(_from_plain(own))
     return generator
 
 
@@ -424,7 +425,7 @@ def _numpy(own: Any, now: Any) -> Any:
     generator = now
     if not isinstance(now, np.random.Generator) or now.bit_generator.state["bit_generator"] != own["bit_generator"]:
         generator = np.random.Generator(getattr(np.random, own["bit_generator"])())
-    generator.bit_generator.state = _unlisted(own)
+    generator.bit_generator.state = _from_plain(own)
     return generator
 
 
@@ -440,13 +441,13 @@ def _own(own: Any, now: Any) -> Any:
     return now
 
 
-_RESTORED: dict[str, Callable[[Any, Any], Any]] = {
+_DECODERS: dict[str, Callable[[Any, Any], Any]] = {
     "list": _list,
     "tuple": lambda own, now: tuple(_value(item) for item in own),
     "namedtuple": _namedtuple,
     "enum": _enum,
-    "deque": partial(_refilled, deque),
-    "set": partial(_refilled, set),
+    "deque": partial(_refill, deque),
+    "set": partial(_refill, set),
     "dict": _dict,
     "tensor": _tensor,
     "array": _array,
@@ -466,7 +467,7 @@ def _marks(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mark(value: Any) -> Any:
-    """What tells that a value without a form has changed. A dict that only grows is a cache, which nobody misses."""
+    """Return a mark that changes with a value that can't be saved. Dicts have none: they are mostly caches."""
     if (
         isinstance(value, (*_PLAIN, *_GENERATORS, nn.Module, nn.Parameter, Optimizer))
         or _form(value, [_ITEMS]) is not _NONE

@@ -1,8 +1,8 @@
-"""`facts`: the values that the user's Python keeps between two steps.
+"""`facts`: the values that the user's Python objects keep between two steps.
 
-A graph that is replayed runs no Python. So a step that changes any of these can't be replayed, and a change between two
-steps needs another graph. What no walk over objects can find, an audit does (see `audits`), but only the walk sees a
-count that each step moves on: where no Python runs, it stands still.
+A replayed graph runs no Python. So a step that changes such a value can't be replayed, and a change between two steps
+needs another graph. An audit finds what no walk over objects can (see `audits`), but only the walk detects a counter
+that each step increments: during replays it doesn't change.
 """
 
 import contextvars
@@ -22,18 +22,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .attributes import attributes, closure
+from .object_walk import Named, ObjectWalk
 
-# The limits of the walk: its depth, the items of one container (of a larger one the number and the plain values
-# together), and all facts together, for a nest of lists may hold a whole data set.
+# The limits of the walk: its depth, the number of objects, the items of a container (of a larger one, only their number
+# and the plain values together), and the total number of facts, because a nest of lists may be a whole data set.
 _DEPTH = 4
+_OBJECTS = 100_000
 _ITEMS = 100
 _FACTS = 10_000
 
-# The beginnings of names that Python gives classes of its own accord, and never changes.
-_OF_PYTHON = ("__", "_is_protocol", "_is_runtime_protocol")
+# The prefixes of class attributes that Python creates, and never changes.
+_PYTHON_PREFIXES = ("__", "_is_protocol", "_is_runtime_protocol")
 
-# An array of so many bytes is looked at.
-_LOOKED_AT = 1 << 16
+# The largest array, in bytes, whose content is hashed.
+_LARGEST_HASHED = 1 << 16
 
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, types.BuiltinFunctionType)
 _SIMPLE = {int, float, bool, str, type(None)}
@@ -45,28 +47,31 @@ _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (np.random.RandomState, lambda value: repr(value.get_state(legacy=False))),
 )
 
-# The attributes of every module. Only the mode among them is a matter of the user's.
-_TORCHS = frozenset(vars(nn.Module())) - {"training"}
-# And of every optimizer, with those that a scheduler of rates sets.
-_OPTIMIZERS = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {"step", "_opt_called", "_step_count"}
+# PyTorch's attributes of every module, except the mode, which the user changes.
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
+# The same for every optimizer, including what learning-rate schedulers set.
+_OPTIMIZER_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {
+    "step",
+    "_opt_called",
+    "_step_count",
+}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = "torch torch_geometric torch_xla torchao torchaudio torchdata torchmetrics torchtext torchtune torchvision"
-_LIBRARIES = frozenset(("tpufit", "numpy", "builtins", "typing", "abc", *_OF_TORCH.split()))
+_FIXED_MODULES = frozenset(("tpufit", "numpy", "builtins", "typing", "abc", *_OF_TORCH.split()))
 
-_Facts = Iterator[tuple[str, Any]]
-_Named = dict[str, tuple[Mapping[str, Any], str]]
+_Variables = dict[str, tuple[Mapping[str, Any], str]]
 
 
 def facts(objects: Mapping[str, Any], deep: bool = False) -> dict[str, Any]:
-    """List the values that some objects keep, by name, in a form that can be compared and hashed.
+    """List the values that some objects keep, by name, in a comparable and hashable form.
 
-    It lists their attributes and those of their classes and of a module's parts, through lists, dicts and objects of
-    the user's; small host tensors and arrays; the positions of iterators and random number generators; and the plain
-    values among a function's variables: those of its closure, its defaults, and the globals that it names. It leaves
-    out tensors on a device.
+    Lists their attributes and the attributes of their classes and of a module's parts, through lists, dicts and the
+    user's objects; small host tensors and arrays; the positions of iterators and random number generators; and the
+    plain values among a function's variables: its closure, its defaults, and the globals that it names. Omits tensors
+    on a device.
 
-    If `deep`, it follows functions to the lists, objects and functions among their variables, and lists the context
-    variables and the numbers in the groups and state of a user's optimizer too, which may change at any time.
+    With `deep`, also follows functions to the lists, objects and functions among their variables, and lists context
+    variables and the numbers in the groups and state of a user's optimizer, which may change at any time.
 
     Example:
         >>> class Net(nn.Module):
@@ -79,54 +84,48 @@ def facts(objects: Mapping[str, Any], deep: bool = False) -> dict[str, Any]:
     walk = _Walk(deep)
     found: dict[str, Any] = {}
     for name, value in objects.items():
-        found.update(itertools.islice(walk.of(name, value, _DEPTH), _FACTS))
+        found.update(itertools.islice(walk.walk(name, value, _DEPTH), _FACTS))
     if deep:
         found.update({f"the context variable {v.name}": _comparable(x) for v, x in contextvars.copy_context().items()})
     return {name: value for name, value in found.items() if value is not _OTHER}
 
 
-class _Walk:
-    """One walk over objects, which comes to each of them once; `deep` as in `facts`."""
+def device_tensors(objects: Mapping[str, Any]) -> dict[str, Tensor]:
+    """List the tensors on a device that some objects keep, by name, except parameters and buffers.
+
+    Example:
+        >>> device_tensors({"Net": types.SimpleNamespace(hidden=torch.zeros(2, device="meta"))})
+        {'Net.hidden': tensor(..., device='meta', size=(2,))}
+    """
+    walk = _Walk(deep=True)
+    for name, value in objects.items():
+        deque(itertools.islice(walk.walk(name, value, _DEPTH), _FACTS), maxlen=0)
+    return walk.tensors
+
+
+class _Walk(ObjectWalk):
+    """Lists the values that objects keep; `deep` as in `facts`.
+
+    Attributes:
+        tensors: The visited device tensors by name, except parameters.
+    """
 
     def __init__(self, deep: bool) -> None:
+        super().__init__(_OBJECTS)
         self._deep = deep
-        self._seen: set[int] = set()
+        self.tensors: dict[str, Tensor] = {}
 
-    def of(self, name: str, value: Any, depth: int) -> _Facts:
-        """List what a value keeps, as deep as is left."""
+    def walk(self, name: str, value: Any, depth: int) -> Named:
+        """List the values in a value, to the remaining depth."""
         plain = _comparable(value)
         if plain is not _OTHER:
             yield name, plain
-            return
-        if isinstance(value, (Tensor, types.ModuleType)) or not depth or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        if isinstance(value, (Mapping, list, tuple, deque)):
-            yield from self._of_container(name, value, depth)
-        elif isinstance(value, (set, frozenset)):
-            yield name, frozenset(map(repr, value)) if len(value) <= _ITEMS else len(value)
-        elif isinstance(value, types.GeneratorType):
-            if value.gi_frame is not None:
-                yield name, value.gi_frame.f_lasti
-                yield from self.of(name, value.gi_frame.f_locals, depth - 1)
-        elif isinstance(value, functools.partial):
-            yield from self.of(name, (value.func, value.args, value.keywords), depth)
-        elif isinstance(value, types.MethodType):
-            yield from self.of(name, value.__self__, depth)
-        elif isinstance(value, types.FunctionType):
-            yield name, value.__code__  # which is equal to that of another time, if it is made anew
-            yield from self._of_function(value, depth)
-        elif isinstance(value, type):
-            yield from self._of_class(value, depth)
-        elif isinstance(value, nn.Module):
-            for path, part in value.named_modules():
-                if part is value or id(part) not in self._seen:
-                    self._seen.add(id(part))
-                    yield from self._of_object(path or name, part, depth)
-        elif not is_a_librarys(type(value)):
-            yield from self._of_object(name, value, depth)
+        elif not isinstance(value, Tensor):
+            yield from super().walk(name, value, depth)
+        elif not isinstance(value, nn.Parameter):
+            self.tensors[name] = value
 
-    def _of_container(self, name: str, value: Any, depth: int) -> _Facts:
+    def visit_container(self, name: str, value: Any, depth: int) -> Named:
         yield name, len(value)
         if len(value) > _ITEMS:
             items = tuple(value.values() if isinstance(value, Mapping) else value)
@@ -135,53 +134,76 @@ class _Walk:
                 return
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in itertools.islice(pairs, _ITEMS):
-            yield from self.of(f"{name}[{key!r}]", item, depth - 1)
+            yield from self.walk(f"{name}[{key!r}]", item, depth - 1)
 
-    def _of_object(self, name: str, value: Any, depth: int) -> _Facts:
-        yield from self.of(name, type(value), depth)
+    def visit_part(self, name: str, path: str, part: nn.Module, depth: int) -> Named:
+        yield from self._walk_object(path or name, part, depth)
+
+    def visit_object(self, name: str, value: Any, depth: int) -> Named:
+        if isinstance(value, (set, frozenset)):
+            yield name, frozenset(map(repr, value)) if len(value) <= _ITEMS else len(value)
+        elif isinstance(value, types.GeneratorType):
+            if value.gi_frame is not None:
+                yield name, value.gi_frame.f_lasti
+                yield from self.walk(name, value.gi_frame.f_locals, depth - 1)
+        elif isinstance(value, type):
+            yield from self._walk_variables(_find_class_variables(value), depth)
+        elif not has_fixed_variables(type(value)):
+            yield from self._walk_object(name, value, depth)
+
+    def _walk_object(self, name: str, value: Any, depth: int) -> Named:
+        yield from self.walk(name, type(value), depth)
         if isinstance(value, nn.Module):
             hooks = tuple(number for kind in _HOOKS for number in vars(value).get(kind) or ())
             if hooks:
                 yield f"the hooks of {name}", hooks
-        hidden = _TORCHS if isinstance(value, nn.Module) else _OPTIMIZERS if isinstance(value, Optimizer) else ()
+        hidden = (
+            _MODULE_ATTRIBUTES
+            if isinstance(value, nn.Module)
+            else _OPTIMIZER_ATTRIBUTES
+            if isinstance(value, Optimizer)
+            else ()
+        )
         for key, attribute in attributes(value):
-            if key not in hidden:
-                yield from self.of(f"{name}.{key}", attribute, depth - 1)
+            if key in hidden:
+                continue
+            if type(attribute) in _SIMPLE and attribute == attribute:  # most are; a generator for each takes longer
+                yield f"{name}.{key}", attribute
+            else:
+                yield from self.walk(f"{name}.{key}", attribute, depth - 1)
         if isinstance(value, Optimizer) and self._deep:
-            yield from self._of_counts(name, value)
+            yield from self._walk_optimizer(name, value)
 
     @staticmethod
-    def _of_counts(name: str, optimizer: Optimizer) -> _Facts:
-        """List the numbers in an optimizer's groups and state, which its Python may decide by."""
+    def _walk_optimizer(name: str, optimizer: Optimizer) -> Named:
+        """List the numbers in an optimizer's groups and state, on which its Python may depend."""
         for place, entries in (("param_groups", optimizer.param_groups), ("state", optimizer.state.values())):
             for i, entry in enumerate(entries):
                 for key, value in entry.items():
                     if key != "lr" and isinstance(value, (int, float)):
                         yield f"{name}.{place}[{i}][{key!r}]", _comparable(value)
 
-    def _of_class(self, kind: type, depth: int) -> _Facts:
-        yield from self._of_variables(_variables_of_class(kind), depth)
-
-    def _of_function(self, function: types.FunctionType, depth: int) -> _Facts:
-        if is_a_librarys(function):
+    def visit_function(self, name: str, function: types.FunctionType, depth: int) -> Named:
+        yield name, function.__code__  # equal for a function that is defined again
+        if has_fixed_variables(function):
             return
-        # Its own variables and defaults may be replaced, its code not.
-        for name, value in (*closure(function), *_defaults(function)):
-            yield from self._of_variable(f"{function.__qualname__}'s {name}", value, depth)
-        yield from self._of_variables(_globals_of(function), depth)
+        # The closure and the defaults may change, the code doesn't.
+        for variable, value in (*closure(function), *_defaults(function)):
+            yield from self._walk_variable(f"{function.__qualname__}'s {variable}", value, depth)
+        yield from self._walk_variables(_find_globals(function), depth)
 
-    def _of_variables(self, variables: _Named, depth: int) -> _Facts:
+    def _walk_variables(self, variables: _Variables, depth: int) -> Named:
         for label, (namespace, name) in variables.items():
-            yield from self._of_variable(label, namespace.get(name, _OTHER), depth)
+            yield from self._walk_variable(label, namespace.get(name, _OTHER), depth)
 
-    def _of_variable(self, label: str, value: Any, depth: int) -> _Facts:
+    def _walk_variable(self, label: str, value: Any, depth: int) -> Named:
         if self._deep:
-            yield from self.of(label, value, depth - 1)
+            yield from self.walk(label, value, depth - 1)
         elif (plain := _comparable(value)) is not _OTHER:
             yield label, plain
 
 
-def _defaults(function: types.FunctionType) -> _Facts:
+def _defaults(function: types.FunctionType) -> Named:
     code = function.__code__
     given = function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(given) : code.co_argcount], given, strict=True)
@@ -189,20 +211,20 @@ def _defaults(function: types.FunctionType) -> _Facts:
 
 
 @functools.lru_cache(maxsize=1024)
-def _variables_of_class(kind: type) -> _Named:
-    """The variables of a class, and the globals that its methods name. Later none is added."""
-    found: _Named = {}
+def _find_class_variables(kind: type) -> _Variables:
+    """Return the variables of a class, and the globals that its methods name; cached, so later ones are missing."""
+    found: _Variables = {}
     for base in kind.__mro__:
-        for name, value in () if is_a_librarys(base) else vars(base).items():
+        for name, value in () if has_fixed_variables(base) else vars(base).items():
             if isinstance(value, types.FunctionType):
-                found |= _globals_of(value)
-            elif not name.startswith(_OF_PYTHON) and not hasattr(value, "__get__"):  # properties and their like
+                found |= _find_globals(value)
+            elif not name.startswith(_PYTHON_PREFIXES) and not hasattr(value, "__get__"):  # properties and the like
                 found[f"{base.__qualname__}.{name}"] = vars(base), name
     return found
 
 
-def _globals_of(function: types.FunctionType) -> _Named:
-    """The globals that a function names: where each is kept, by its module and name. Modules and types are left out."""
+def _find_globals(function: types.FunctionType) -> _Variables:
+    """Return the globals that a function names, with the namespace of each, except modules and built-in functions."""
     variables = function.__globals__
     kept = [n for n in function.__code__.co_names if n in variables and not isinstance(variables[n], _NEVER_CHANGE)]
     return {f"{function.__module__}.{name}": (variables, name) for name in kept}
@@ -212,9 +234,9 @@ _NEVER_CHANGE = (types.ModuleType, types.BuiltinFunctionType)
 
 
 def _comparable(value: Any) -> Any:
-    """A value in a form that can be compared, if it has one; else a mark."""
+    """Return a value's comparable form, or `_OTHER` if it has none."""
     if isinstance(value, float) and value != value:
-        return "nan"  # which is not equal to itself
+        return "nan"  # NaN isn't equal to itself
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (Tensor, np.ndarray)):
@@ -222,7 +244,7 @@ def _comparable(value: Any) -> Any:
             return _OTHER
         if (value.numel() if isinstance(value, Tensor) else value.size) <= _ITEMS:
             return repr(value.tolist())
-        # The number of changes that PyTorch has made to it says nothing of those by way of a NumPy view.
+        # PyTorch's version doesn't count changes through a NumPy view.
         return id(value), getattr(value, "_version", 0), _digest(value)
     for kind, form in _FORMS:
         if isinstance(value, kind):
@@ -235,13 +257,16 @@ def _comparable(value: Any) -> Any:
 
 
 def _digest(value: Tensor | np.ndarray) -> int:
-    """A number that changes with the contents of an array, if it isn't large."""
-    if value.nbytes > _LOOKED_AT or (isinstance(value, Tensor) and value.layout is not torch.strided):
+    """Hash an array's content, if it isn't large."""
+    if value.nbytes > _LARGEST_HASHED or (isinstance(value, Tensor) and value.layout is not torch.strided):
         return 0
     array = value.detach().contiguous().view(torch.uint8).numpy() if isinstance(value, Tensor) else value
     return 0 if array.dtype.hasobject else hash(array.tobytes())
 
 
-def is_a_librarys(thing: type | types.FunctionType) -> bool:
-    """True for a class or function of a library, whose code is the same wherever its version is."""
-    return (thing.__module__ or "").partition(".")[0] in _LIBRARIES
+def has_fixed_variables(thing: type | types.FunctionType) -> bool:
+    """True for a class or function of PyTorch and its like, whose variables don't change while a program trains.
+
+    Other libraries have switches, such as `timm.layers.set_fused_attn`.
+    """
+    return (thing.__module__ or "").partition(".")[0] in _FIXED_MODULES

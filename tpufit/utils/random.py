@@ -1,4 +1,4 @@
-"""Random numbers: one seed for everything, and a step's own seed as a function of (seed, step)."""
+"""Random numbers: one seed for everything, and each step's seed as a function of (seed, step)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def set_random_seed(seed: int) -> None:
     """Seed Python's, NumPy's and PyTorch's generators, and with them every `fit` that follows.
 
     `fit` derives the order of the rows from (seed, epoch) and the dropout of a step from (seed, step), where the seed
-    is PyTorch's: for those two, `torch.manual_seed` is enough. Each `evaluate` and `predict` draws a seed from
-    PyTorch's generator, so that dropout which stays active (Monte Carlo dropout) gives another sample at each call.
+    is PyTorch's: for these, `torch.manual_seed` is enough. Each `evaluate` and `predict` draws a seed from PyTorch's
+    generator, so that active dropout (Monte Carlo dropout) gives a new sample at each call.
 
     Args:
         seed: A whole number from 0 to 2**32 - 1 (NumPy's range).
 
     Raises:
-        ArgumentError: The seed is no such number.
+        ArgumentError: The seed is out of range or not a whole number.
 
     Example:
         >>> import torch, tpufit
@@ -48,9 +48,9 @@ def set_random_seed(seed: int) -> None:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """The device's seed of one step: a function of (seed, step), whatever ran in between.
+    """Return the device's seed for a step: a function of (seed, step), whatever ran before.
 
-    Steps count from 0 since the model was made. Neighbouring ones give unrelated numbers, from 0 to 2**63 - 1 (the
+    Steps count from 0 since the model was made. Successive steps give unrelated numbers, from 0 to 2**63 - 1 (the
     finalizer of SplitMix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
 
     Example:
@@ -70,7 +70,7 @@ def draw_seed() -> int:
 
 @dataclass(frozen=True)
 class RNGState:
-    """The state of the host's random numbers: of Python, NumPy, PyTorch and the user's own generators.
+    """The state of the host's random numbers: Python's, NumPy's, PyTorch's and the user's generators.
 
     Example:
         >>> before = RNGState.now()
@@ -87,21 +87,21 @@ class RNGState:
 
     @classmethod
     def now(cls, generators: Sequence[Generator] = ()) -> RNGState:
-        """The state now, with that of the user's own generators."""
-        own = tuple(generator.get_state() for generator in generators)
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), own)
+        """Return the current state, including the user's generators."""
+        states = tuple(generator.get_state() for generator in generators)
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), states)
 
     def is_now(self) -> bool:
-        """True if nobody has drawn from Python's, NumPy's or PyTorch's generator since."""
+        """True if Python's, NumPy's and PyTorch's generators haven't been used since."""
         now = RNGState.now()
         return (
             self.python == now.python
-            and all(np.array_equal(one, other) for one, other in zip(self.numpy, now.numpy, strict=True))
+            and all(np.array_equal(before, after) for before, after in zip(self.numpy, now.numpy, strict=True))
             and torch.equal(self.pytorch, now.pytorch)
         )
 
     def restore(self, generators: Sequence[Generator] = ()) -> None:
-        """Go back to this state; the generators are those that `now` was given. If there were none, they stay as is."""
+        """Restore this state; the generators are those passed to `now`. If `now` got none, they aren't changed."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.pytorch)
@@ -109,39 +109,41 @@ class RNGState:
             generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The same as plain values, which JSON can hold."""
+        """Return the state as plain values for JSON."""
         version, words, gauss = self.python
         kind, keys, *rest = self.numpy
         return {
             "python": [version, list(words), gauss],
             "numpy": [kind, keys.tolist(), *rest],
-            "torch": _hex(self.pytorch),
-            "own": [_hex(state) for state in self.own],
+            "torch": _to_hex(self.pytorch),
+            "own": [_to_hex(state) for state in self.own],
         }
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> RNGState:
-        """Make a state of the plain values that `state_dict` gave.
+        """Make a state from the plain values that `state_dict` returned.
 
         Raises:
-            ValueError, or another error: They aren't, and no generator can have such a state.
+            ValueError, or another error: No generator can have such a state.
         """
         version, words, gauss = state["python"]
         kind, keys, *rest = state["numpy"]
         numpy = (kind, np.array(keys, dtype=np.uint32), *rest)
-        found = cls((version, tuple(words), gauss), numpy, _of_hex(state["torch"]), tuple(map(_of_hex, state["own"])))
-        random.Random().setstate(found.python)
-        np.random.RandomState().set_state(found.numpy)
+        result = cls(
+            (version, tuple(words), gauss), numpy, _from_hex(state["torch"]), tuple(map(_from_hex, state["own"]))
+        )
+        random.Random().setstate(result.python)
+        np.random.RandomState().set_state(result.numpy)
         try:
-            torch.Generator().set_state(found.pytorch)
+            torch.Generator().set_state(result.pytorch)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
-        return found
+        return result
 
 
-def _hex(state: Tensor) -> str:
+def _to_hex(state: Tensor) -> str:
     return state.numpy().tobytes().hex()
 
 
-def _of_hex(text: str) -> Tensor:
+def _from_hex(text: str) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""`replaced`: other methods for an object, for a while."""
+"""`replaced`: replaces methods of an object in a context."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: object, **methods: Any) -> Iterator[None]:
-    """A context in which an object has other methods."""
+    """Return a context in which an object has other methods."""
     attributes = vars(owner)
     before = {name: attributes[name] for name in methods if name in attributes}
     attributes.update(methods)

@@ -1,4 +1,4 @@
-"""`Strict`: the one policy that makes errors of things that slow steps down."""
+"""`Strict`: the policy that turns slow events into errors."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ..errors import StrictError
 
 @dataclass(frozen=True)
 class Strict:
-    """The policy of `fit(strict=True)`. Code that meets a slow thing reports it here, and goes on if this returns.
+    """The policy of `fit(strict=True)`. Code reports slow events here, and continues if this returns.
 
     Example:
         >>> Strict().refuse("the train step can't be replayed")
@@ -16,13 +16,13 @@ class Strict:
         tpufit.errors.StrictError: strict=True, in the fit at train.py:12: the train step can't be replayed
     """
 
-    line: str = ""  # of the user's, that called `fit`: "train.py:12"; if empty, everything passes
+    line: str = ""  # the user's line that called `fit`: "train.py:12"; if empty, everything passes
 
     def __bool__(self) -> bool:
         return bool(self.line)
 
     def refuse(self, event: str) -> None:
-        """Raise for an event that makes steps slow, if the policy is strict. It is a sentence, with place and cure.
+        """Raise an error for a slow event, a sentence with place and cure, if the policy is strict.
 
         Raises:
             StrictError: The policy is strict.

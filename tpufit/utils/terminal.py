@@ -1,4 +1,4 @@
-"""Standard output: a console that can draw on it if it is a terminal, and a line of text."""
+"""Standard output: a console for drawing in terminals, and plain lines of text."""
 
 import sys
 
@@ -6,16 +6,16 @@ from rich.console import Console
 
 
 def standard_output() -> Console:
-    """Standard output as it is now, drawn on only if it really is a terminal or a notebook.
+    """Return a console on the current standard output, which draws only in a real terminal or a notebook.
 
-    Unlike rich's own console it is not misled by `FORCE_COLOR`, which is set in many a CI whose logs can't be drawn on.
+    Unlike rich's default console it ignores `FORCE_COLOR`, which many CIs set although their logs can't be redrawn.
     """
-    # Soft wrap: the lines that a program prints above a bar go through this console, and must stay as they are.
+    # Soft wrap, because lines that a program prints above a bar go through this console, and must not change.
     return Console(force_terminal=None if sys.stdout.isatty() else False, soft_wrap=True)
 
 
 def can_draw(console: Console) -> bool:
-    """True if a line can be drawn over another one: in a terminal, or in a notebook.
+    """True if a line can be redrawn: in a terminal or a notebook.
 
     Example:
         >>> import io

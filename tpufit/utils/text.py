@@ -1,12 +1,13 @@
-"""Sizes, dtypes and tables as text for people. No torch here: the doctor must also run where it can't be loaded."""
+"""Sizes, dtypes and tables as text. Imports no torch, because the doctor must run even if torch can't be loaded."""
 
 import io
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console, RenderableType
 
 
 def size(nbytes: float) -> str:
-    """Bytes in words.
+    """Format a number of bytes.
 
     Example:
         >>> size(0), size(1023), size(1536), size(3 << 30)
@@ -19,11 +20,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.4g} TiB"
 
 
-def bytes_of(text: str) -> int:
-    """The number of bytes in a number with a unit, as compilers write it.
+def parse_bytes(text: str) -> int:
+    """Parse a number of bytes with a unit, as compilers write it.
 
     Example:
-        >>> bytes_of("1.5K"), bytes_of("20")
+        >>> parse_bytes("1.5K"), parse_bytes("20")
         (1536, 20)
     """
     number = text.rstrip("KMGT")
@@ -31,7 +32,7 @@ def bytes_of(text: str) -> int:
 
 
 def dtype_name(dtype: object) -> str:
-    """The short name of one of PyTorch's dtypes.
+    """Return the short name of a PyTorch dtype.
 
     Example:
         >>> import torch
@@ -41,8 +42,38 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def rendered(content: RenderableType, width: int) -> str:
-    """The plain text of something that rich draws, at most so many columns wide, without spaces at the lines' ends."""
+def render(content: RenderableType, width: int) -> str:
+    """Render rich content as plain text, at most `width` columns wide, without trailing spaces."""
     text = io.StringIO()
     Console(file=text, width=width).print(content)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def match_known_name(name: str, known: Iterable[str]) -> str:
+    """Return the known name that a class name matches; other names are returned unchanged.
+
+    Example:
+        >>> match_known_name("MeanSquaredError", ["mean_squared_error"])
+        'mean_squared_error'
+        >>> match_known_name("CrossEntropyLoss", ["cross_entropy"])
+        'cross_entropy'
+    """
+    if name == name.lower():
+        return name
+    return {_normalize(each).removesuffix("loss"): each for each in known}.get(
+        _normalize(name).removesuffix("loss"), name
+    )
+
+
+def answer(name: str, answers: Mapping[str, str]) -> str:
+    """Return the sentence for a name, in snake case or as a class name; "" if there is none.
+
+    Example:
+        >>> answer("BinaryIoU", {"binary_io_u": "Use 'mean_iou'."})
+        "Use 'mean_iou'."
+    """
+    return {_normalize(known): sentence for known, sentence in answers.items()}.get(_normalize(name), "")
+
+
+def _normalize(name: str) -> str:
+    return name.replace("_", "").lower()

@@ -1,7 +1,7 @@
 """Folders and files behind URLs, through fsspec: `gs://bucket/run`, `s3://bucket/run`, `hf://me/model/run`.
 
-In an object store nothing can be appended to, renamed or locked. So whoever writes does it in a local folder, and the
-files are sent as they are, in an order that matters where a reader must not take half of them for all.
+Object stores can't append, rename or lock. So files are written to a local folder, and sent in an order in which a
+reader never takes a part for the whole.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
+from .file_cache import cache_folder
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _EXTRAS = {"gs": "tpufit[gcs]", "gcs": "tpufit[gcs]", "s3": "s3fs", "hf": "huggingface_hub"}
@@ -32,10 +33,10 @@ def is_url(path: str | os.PathLike[str] | Url) -> bool:
 
 
 class Url:
-    """A folder or file of a file system that fsspec knows, with the few methods of a `Path` that are needed.
+    """A folder or file in a file system that fsspec supports, with the methods of `Path` that tpufit needs.
 
     Raises:
-        ArgumentError: Nothing is known of its protocol, or its library isn't installed.
+        ArgumentError: The protocol is unknown, or its library isn't installed.
 
     Example:
         >>> folder = Url("memory://example")
@@ -64,30 +65,30 @@ class Url:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component."""
         return self._url.rpartition("/")[2]
 
     @property
     def parent(self) -> Url:
-        """The folder that it is in."""
+        """The containing folder."""
         return Url(self._url.rpartition("/")[0])
 
     def absolute(self) -> Url:
-        """The same: a URL is."""
+        """Return the URL itself, which is always absolute."""
         return self
 
     def exists(self) -> bool:
-        """True if there is such a file or folder."""
+        """True if the file or folder exists."""
         self._files.invalidate_cache()
         return bool(self._files.exists(self._path))
 
     def is_file(self) -> bool:
-        """True if there is such a file."""
+        """True if the file exists."""
         self._files.invalidate_cache()
         return bool(self._files.isfile(self._path))
 
     def names(self) -> list[str]:
-        """The names in the folder, sorted; none if it isn't there."""
+        """Return the names in the folder, sorted; empty if it doesn't exist."""
         self._files.invalidate_cache()
         try:
             found = self._files.ls(self._path, detail=False)
@@ -110,34 +111,34 @@ class Url:
         self._files.put_file(str(file), self._path)
 
     def fetch(self, file: Path) -> None:
-        """Copy this file to a local one, which is whole or not there."""
+        """Copy this file to a local file, atomically."""
         draft = file.with_name(f".{file.name}.tmp-{os.getpid()}")
         file.parent.mkdir(parents=True, exist_ok=True)
         self._files.get_file(self._path, str(draft))
         os.replace(draft, file)
 
     def sizes(self) -> dict[str, int]:
-        """The size of each file below the folder, by its path from here."""
+        """Return the size of each file in the folder, at any depth, by relative path."""
         self._files.invalidate_cache()
         found: dict[str, dict[str, Any]] = self._files.find(self._path, detail=True)
         prefix = self._path.strip("/") + "/"
         return {path.strip("/").removeprefix(prefix): int(entry["size"]) for path, entry in found.items()}
 
     def remove(self) -> None:
-        """Remove the file, or the folder with all that is in it; nothing if it isn't there."""
+        """Remove the file, or the folder with its content, if it exists."""
         if self.exists():
             self._files.rm(self._path, recursive=True)
 
     def _make_folder(self) -> None:
-        # Where there are no folders this does nothing; it may not make a bucket.
+        # Does nothing in stores without folders; it may not create a bucket.
         self._files.makedirs(self._path.rpartition("/")[0], exist_ok=True)
 
 
 class Mirror:
-    """A local copy of a folder, or of a file, behind a URL; of a path it is that path itself.
+    """A local copy of a folder or file behind a URL; for a path, the path itself.
 
-    If `kept`, the copy stays for the next time, in `~/.cache/tpufit`. Then only what has another size is copied, and
-    files of less than 1 MiB.
+    With `kept`, the copy stays in `~/.cache/tpufit` for later use. Then only files of another size, or smaller than 1
+    MiB, are copied.
 
     Example:
         >>> mirror = Mirror("memory://mirrored")
@@ -158,8 +159,10 @@ class Mirror:
             return
         self._url = place if isinstance(place, Url) else Url(os.fspath(place))
         if kept:
-            home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-            self.path = home / "tpufit" / hashlib.sha256(str(self._url).encode()).hexdigest()[:16]
+            home = cache_folder()
+            if home is None:
+                raise ArgumentError(f"there is no folder for a copy of {place}: set HOME or XDG_CACHE_HOME")
+            self.path = home / hashlib.sha256(str(self._url).encode()).hexdigest()[:16]
             self.path.mkdir(parents=True, exist_ok=True)
             return
         folder = tempfile.mkdtemp(prefix="tpufit-")
@@ -169,25 +172,25 @@ class Mirror:
             self.path.mkdir()
 
     def pull(self) -> None:
-        """Copy what is there already."""
+        """Copy the existing files from the URL."""
         if self._url is None:
             return
         if self._is_file:
             if self._url.exists():
                 self._url.fetch(self.path)
             return
-        # Large files first: the small ones say that the others are there.
+        # Large files first: small files, such as manifests, tell that the others exist.
         for name, size in sorted(self._url.sizes().items(), key=lambda item: -item[1]):
             here = self.path / name
             if not (self._kept and here.exists() and _are_same(here.stat().st_size, size)):
                 (self._url / name).fetch(here)
-        self._sent = self._here()
+        self._sent = self._list_local()
 
     def push(self) -> None:
-        """Send what has changed, then remove what is no longer here, but for a kept copy's."""
+        """Send changed files, then remove files that no longer exist here, unless the copy is `kept`."""
         if self._url is None:
             return
-        now = self._here()
+        now = self._list_local()
         there = self._url.sizes() if self._kept else {}
         for name, state in sorted(now.items(), key=lambda item: -item[1][0]):
             if not _are_same(state[0], there.get(name)) if self._kept else self._sent.get(name) != state:
@@ -196,8 +199,8 @@ class Mirror:
             (self._url / name if name else self._url).remove()
         self._sent = now
 
-    def _here(self) -> dict[str, tuple[int, int]]:
-        """The size and time of each local file, by its path from here; of a file alone by no name. No drafts."""
+    def _list_local(self) -> dict[str, tuple[int, int]]:
+        """Return the size and time of each local file, except drafts, by relative path; "" for a single file."""
         if self._is_file:
             files = [self.path]
         else:
@@ -212,7 +215,7 @@ class Mirror:
 
 
 def _are_same(size: int, other: int | None) -> bool:
-    """True if a file needn't be copied: it is large, and has the size of the one that is there."""
+    """True if a file needn't be copied: it is large, and has the same size."""
     return size == other and size >= _SMALL
 
 

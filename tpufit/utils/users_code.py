@@ -1,73 +1,83 @@
-"""The line of the user's code that has led here: named in messages, and the place of every warning."""
+"""Finds the user's line that led to tpufit's code, for messages and warnings."""
 
 import os
+import re
 import sys
 import threading
 import warnings
 from traceback import walk_tb
 from types import FrameType
 
+from .collector import collector
+
+# A library's code is tpufit's, Python's, or an installed package's; Debian's Python and Colab have `dist-packages`.
 _LIBRARIES = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.__file__) + os.sep,
     "<frozen ",
 )
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
-NOBODYS = "a library's code"  # in place of a line, where no user's code is on the stack
+LIBRARY_CODE = "a library's code"  # instead of a line, if there is no user code on the stack
 
 
 def users_line() -> str:
-    """The innermost line of the stack that is neither tpufit's nor a library's, e.g. `train.py:12`."""
+    """Return the innermost line of the stack that is neither tpufit's nor a library's, e.g. `train.py:12`."""
     frame = _users_frame(sys._getframe(1))
-    return NOBODYS if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return LIBRARY_CODE if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-def line_of(thread: int) -> str:
-    """The line of the user's that a thread, given by its identity, has come to."""
-    frame = _users_frame(sys._current_frames().get(thread))
-    return NOBODYS if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+def find_line_of_thread(thread: int) -> str:
+    """Return the user's line that a thread, given by its identity, is executing."""
+    frame = _frame_of(thread)
+    return LIBRARY_CODE if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def calling_lines() -> str:
-    """The user's line, and before it the line of the library that it has called, e.g. `timm/x.py:9, called at a.py:12`.
+    """Return the library's line that the user's line called, and the user's, e.g. `timm/x.py:9, called at a.py:12`.
 
-    PyTorch's modules, which stand between all others, are not named; its optimizers are.
+    PyTorch's lines, which are between all others, are skipped, except its optimizers'.
     """
     library = ""
     frame = _users_frame(sys._getframe(1))
     inner: FrameType | None = sys._getframe(1)
     while not library and inner is not None and inner is not frame:
-        _, is_a_librarys, path = inner.f_code.co_filename.rpartition(f"{os.sep}site-packages{os.sep}")
-        if is_a_librarys and (path.startswith("torch/optim/") or not path.startswith(("torch/", "tpufit/"))):
+        *before, path = _INSTALLED.split(inner.f_code.co_filename)
+        if before and (path.startswith("torch/optim/") or not path.startswith(("torch/", "tpufit/"))):
             library = f"{path}:{inner.f_lineno}"
         inner = inner.f_back
     line = users_line()
-    return f"{library}, called at {line}" if library and line != NOBODYS else library or line
+    return f"{library}, called at {line}" if library and line != LIBRARY_CODE else library or line
 
 
 def raising_line(error: BaseException) -> str:
-    """The innermost line of the user's in an error's traceback, or in that of its cause; nothing if there is none."""
-    causes = [one for one in (error, error.__cause__) if one is not None]
-    places = [(frame.f_code.co_filename, line) for one in causes for frame, line in walk_tb(one.__traceback__)]
+    """Return the user's innermost line in the traceback of an error, or of its cause; "" if there is none."""
+    errors = [each for each in (error, error.__cause__) if each is not None]
+    places = [(frame.f_code.co_filename, line) for each in errors for frame, line in walk_tb(each.__traceback__)]
     users = [f"{os.path.basename(path)}:{line}" for path, line in places if is_users(path)]
     return users[-1] if users else ""
 
 
 def warn(message: str, again: bool = False) -> None:
-    """Warn at the user's line: of `fit`, or of their own step, callback or data set. All of tpufit warns in this way.
+    """Warn at the user's line, in the call of `fit`, or in their step, callback or data set, as all of tpufit does.
 
-    A line that has warned in the same words before does so `again` only if asked.
+    A line repeats the same warning only with `again`.
     """
     frame = _users_frame(sys._getframe(1))
-    if frame is None:  # a thread of ours: the main one has called `fit`, but for a few programs
-        frame = _users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+    if frame is None:  # our thread: in most programs the main thread has called `fit`
+        frame = _frame_of(threading.main_thread().ident or 0)
     if frame is None:
         warnings.warn(message, stacklevel=2)
         return
-    # What `warnings.warn` does, which from Python 3.12 on has `skip_file_prefixes`.
+    # As `warnings.warn` does, which has `skip_file_prefixes` since Python 3.12.
     registry = {} if again else frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(message, UserWarning, *place, frame.f_globals.get("__name__"), registry)
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    with collector.pausing():
+        return _users_frame(sys._current_frames().get(thread))
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
@@ -80,7 +90,7 @@ def _users_frame(frame: FrameType | None) -> FrameType | None:
 
 def is_users(path: str) -> bool:
     """True if a file is neither tpufit's nor a library's."""
-    return not path.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in path
+    return not path.startswith(_LIBRARIES) and _INSTALLED.search(path) is None
 
 
 def is_users_module(name: str | None) -> bool:

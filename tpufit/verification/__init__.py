@@ -1,15 +1,15 @@
-"""`tpufit.verify()`: shows on a real device what was only compiled or run on virtual cores.
+"""`tpufit.verify()`: tests on a real device what was so far only compiled, or run on virtual cores.
 
-| file | its idea |
+| file | content |
 | --- | --- |
-| `check` | what a check is: its processes, and figures with bounds |
+| `check` | the definition of a check: its processes, and figures with bounds |
 | `plan` | all checks, in their order |
 | `starting`, `numerics`, `sameness`, `endings`, `memory`, `speed` | the checks |
-| `nets` | the nets that they train, and plain PyTorch's training of them |
-| `process` | the code that a check's process runs |
+| `nets` | the nets that the checks train, and their training in plain PyTorch |
+| `process` | the code that runs in a check's process |
 | `runner` | runs the processes, which may hang, crash or be killed |
-| `report` | the result, for people and as JSON |
-| `anonymous` | a text without names of users, hosts and folders |
+| `report` | the result, as a table and as JSON |
+| `anonymous` | removes names of users, hosts and folders from a text |
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ def verify(
     virtual_cores: int = 8,
     checks: Sequence[Check] = CHECKS,
 ) -> Verification:
-    """Verify on this device that tpufit computes what PyTorch does, goes on after a kill, gives memory back, ...
+    """Verify on this device that tpufit computes what PyTorch does, resumes after a kill, frees memory, ...
 
-    Each check runs in processes of its own, each with a time limit, so that none can hang or take the others along.
-    A line is printed for each, and a table at the end. In a notebook call it before anything else: a TPU serves one
-    process. Without a TPU it runs on virtual cores of the CPU, and what only a TPU can tell counts for nothing.
-    On a pod start it on all hosts: the first one writes the report.
+    Each check runs in separate processes with a time limit, so that none can hang or stop the others. A line is printed
+    for each check, and a table at the end. In a notebook, call this before anything else, because only one process can
+    use a TPU. Without a TPU the checks run on virtual cores of the CPU, and those that need a TPU don't count. On a
+    pod, start it on all hosts; the first host writes the report.
 
     Args:
-        out: The file that the report is written to, again after each check (default `"tpufit-report.json"`). It holds
-            no names of users, hosts or folders. A profile is written to a folder beside it, `tpufit-report-profile`.
-        quick: Run only the most telling checks (default False).
-        timeout: The seconds after which no further check is begun, and the running one is ended (default 600).
-        virtual_cores: The number of cores where there is no TPU (default 8).
+        out: The file of the report, rewritten after each check (default `"tpufit-report.json"`). It contains no names
+            of users, hosts or folders. A profile is written to the folder `tpufit-report-profile` next to it.
+        quick: Run only the most important checks (default False).
+        timeout: The seconds after which no further check starts, and the running one is stopped (default 600).
+        virtual_cores: The number of cores without a TPU (default 8).
         checks: The checks (default: all).
 
     Returns:
         A `Verification`: print it, or read `passed` and `results`.
 
     Raises:
-        StartError: This process holds the TPU, so that no other can have it.
-        ArgumentError: `virtual_cores` is no whole number of at least 1.
+        StartError: This process uses the TPU, so no other process can.
+        ArgumentError: `virtual_cores` isn't a whole number of at least 1.
 
     Example:
         >>> import tpufit
@@ -67,7 +67,7 @@ def verify(
         True
     """
     require_whole("virtual_cores", virtual_cores)
-    _not_here()
+    _require_free_tpu()
     path = Path(out)
     began = perf_counter()
     runner = Runner(virtual_cores, path.with_name(f"{path.stem}-profile").absolute(), timeout)
@@ -86,12 +86,12 @@ def verify(
     return report
 
 
-def _not_here() -> None:
-    """Raise an error if this process holds the TPU."""
+def _require_free_tpu() -> None:
+    """Raise an error if this process uses the TPU."""
     runtime = sys.modules.get("tpufit.runtime")
-    cores = runtime.settled() if runtime else None
+    cores = runtime.get_settled_cores() if runtime else None
     if cores is not None and cores.platform == "TPU":
         raise StartError(
-            f"tpufit.verify() trains in other processes, and a TPU serves one: this one computes on {cores}. Restart "
-            "it (in a notebook: the kernel), and call tpufit.verify() first"
+            f"tpufit.verify() trains in other processes, but this process already computes on {cores}, and only one "
+            "process can use a TPU. Restart it (in a notebook: the kernel), and call tpufit.verify() first"
         )

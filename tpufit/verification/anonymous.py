@@ -1,4 +1,4 @@
-"""`anonymous`: a text without the names of users, hosts and folders, to be shown to everyone."""
+"""`anonymize`: removes the names of users, hosts and folders from a text, so that it can be published."""
 
 import getpass
 import os
@@ -12,11 +12,11 @@ _PATH = re.compile(r"(?<![\w/.:])(?:[a-z]+:/)?(?:/[^\s/'\"(),;:]+)+/?")
 _LONGEST = 1500  # characters
 
 
-def anonymous(text: str) -> str:
-    """Leave out names of users and hosts, addresses, folders, and the middle of a long text.
+def anonymize(text: str) -> str:
+    """Return a text without names of users and hosts, addresses, folders, and the middle if it is long.
 
     Example:
-        >>> anonymous('File "/home/ada/project/train.py", line 3: no host at 10.0.0.2:8470')
+        >>> anonymize('File "/home/ada/project/train.py", line 3: no host at 10.0.0.2:8470')
         'File "train.py", line 3: no host at (address)'
     """
     text = _ADDRESS.sub("(address)", _PATH.sub(lambda path: path[0].rstrip("/").rpartition("/")[2], text))
@@ -28,13 +28,13 @@ def anonymous(text: str) -> str:
 
 
 def _names() -> dict[str, str]:
-    """The names that this machine is known by, the longest first, each with the word in its place."""
+    """Return the names of this machine and its user, longest first, each with its replacement."""
     hosts = {socket.gethostname(), socket.gethostname().partition(".")[0]}
     hosts |= {*os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")} - {"localhost"}
     users = {Path.home().name}
     with suppress(KeyError, OSError):  # a user without a name
         users.add(getpass.getuser())
-    # Those that say nothing, and stand in many a message.
+    # Names that identify nobody, and occur in many messages.
     known = {"root", "user", "jovyan", "content", "kaggle", "cpu", "tpu", "home", ""}
     found = {name: "(host)" for name in hosts} | {name: "(user)" for name in users}
     return {name: found[name] for name in sorted(found, key=len, reverse=True) if name.lower() not in known}

@@ -1,4 +1,4 @@
-"""What a check is: the processes that it takes, the figures that it gives, and the bounds that they have to keep."""
+"""The definition of a check: its processes, the figures that it yields, and their bounds."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Protocol
 
 from ..backend import Cores
 
-# The cores that a check needs.
-NONE = -1  # no device at all
+# The cores that a process needs.
+NONE = -1  # no device
 ONE = 1
-ALL = 0  # every core of a TPU, and of a CPU 8 virtual ones
+ALL = 0  # all cores of a TPU; on a CPU, 8 virtual cores
 
 Value = float | str
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Something that was measured, and the bounds that it has to keep.
+    """A measured value, and its bounds.
 
     Attributes:
-        name: What it is of, e.g. `"fp32, highest"`.
-        value: The number; a text if it is only to be read.
-        at_most: The largest value that is right (default: any).
-        at_least: The smallest value that is right (default: any).
-        unit: Its unit (default: none).
-        on_tpu: True if its bounds are those of a TPU, and say nothing about a CPU (default False).
+        name: What was measured, e.g. `"fp32, highest"`.
+        value: The number, or a text for information only.
+        at_most: The largest correct value (default: no bound).
+        at_least: The smallest correct value (default: no bound).
+        unit: The unit (default: none).
+        on_tpu: True if the bounds are for a TPU only (default False).
     """
 
     name: str
@@ -45,7 +45,7 @@ class Figure:
 
     @property
     def holds(self) -> bool:
-        """True if the value keeps its bounds; NaN keeps none.
+        """True if the value is within its bounds; NaN is within none.
 
         Example:
             >>> Figure("difference", 1e-6, at_most=1e-5).holds, Figure("difference", math.nan, at_most=1e-5).holds
@@ -67,11 +67,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a part of a check is given."""
+    """The argument of a part of a check."""
 
-    cores: Cores | None  # of its process; None for a part without a device
-    folder: Path  # of the check's own, in which its parts leave files for each other
-    kept: Path  # a folder whose files stay beside the report
+    cores: Cores | None  # of the process; None for a part without a device
+    folder: Path  # the check's folder, where its parts leave files for each other
+    kept: Path  # the folder next to the report, for files to keep
 
     @property
     def count(self) -> int:
@@ -85,7 +85,7 @@ class Setting:
 
 
 class Part(Protocol):
-    """A function that one process runs: it gives the figures of a check, one after the other."""
+    """A function that one process runs; it yields the figures of a check."""
 
     __module__: str
     __qualname__: str
@@ -100,23 +100,23 @@ class Process:
 
     part: Part
     cores: int = ALL  # `NONE`, `ONE` or `ALL`
-    ends: int = 0  # the exit status that is right; below 0 a signal
+    ends: int = 0  # the expected exit status; a signal if negative
 
 
 @dataclass(frozen=True)
 class Check:
-    """Something that is verified."""
+    """A property to verify."""
 
-    name: str  # what is right if it passes, in a few words
-    processes: tuple[Process, ...]  # they run one after the other
-    seconds: float = 120.0  # that each of them may take
-    only_tpu: bool = False  # only a TPU can tell: on a CPU it runs, and counts for nothing
-    runs_on_cpu: bool = True  # False if it can't even run there
-    several: bool = False  # it takes more than one core
-    one_host: bool = False  # the hosts of a pod can't run it together: one may end before the others
-    quick: bool = False  # `--quick` has it too
+    name: str  # what is true if it passes, in a few words
+    processes: tuple[Process, ...]  # run one after the other
+    seconds: float = 120.0  # the time limit of each process
+    only_tpu: bool = False  # only a TPU can decide it; on a CPU it runs, but doesn't count
+    runs_on_cpu: bool = True  # False if it can't run on a CPU
+    several: bool = False  # needs more than one core
+    one_host: bool = False  # the hosts of a pod can't run it together, because one may end before the others
+    quick: bool = False  # also runs with `--quick`
 
     @property
     def on_pods(self) -> bool:
-        """True if a pod can run it: its hosts compute together, and on all cores."""
+        """True if a pod can run it: the hosts compute together, and on all cores."""
         return not self.one_host and all(process.cores != ONE for process in self.processes)

@@ -1,4 +1,4 @@
-"""Does a training that is killed, terminated or interrupted go on as if nothing had been?"""
+"""Is a training that was killed, terminated or interrupted resumed exactly?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .check import Figure, Setting
 
 _BATCHES = 6
 _EPOCHS = 3
-_LAST = 9  # the batch after which it ends, in the middle of the second epoch
+_LAST = 9  # the batch after which the training ends, in the middle of the second epoch
 # 128 MiB of weights.
 _WIDTH = 2048
 _LAYERS = 8
@@ -29,7 +29,7 @@ _PATIENCE = 30.0  # seconds
 
 
 class _Counts(Callback):
-    """Counts batches, and may send this process a signal after some, once there is a checkpoint."""
+    """Counts batches. Given a signal, sends it to this process after batch `_LAST`, once there is a checkpoint."""
 
     def __init__(self, run: Path, number: int | None) -> None:
         self._run = run
@@ -42,45 +42,45 @@ class _Counts(Callback):
             return
         began = perf_counter()
         while not any(self._run.glob("step-*")) and perf_counter() - began < _PATIENCE:
-            sleep(0.05)  # it is written in the background
+            sleep(0.05)  # the checkpoint is written in the background
         os.kill(os.getpid(), self._signal)
 
 
-def killed(setting: Setting) -> Iterator[Figure]:
+def train_until_kill(setting: Setting) -> Iterator[Figure]:
     """Train until `kill -9`."""
     yield from ()
     _train(setting, ends_by=signal.SIGKILL)
 
 
-def terminated(setting: Setting) -> Iterator[Figure]:
+def train_until_sigterm(setting: Setting) -> Iterator[Figure]:
     """Train until SIGTERM, which ends the process with status 143."""
     yield from ()
     _train(setting, ends_by=signal.SIGTERM)
 
 
-def resumed(setting: Setting) -> Iterator[Figure]:
-    """Go on with what is there, and compare with a training that nothing has ended."""
+def check_resume(setting: Setting) -> Iterator[Figure]:
+    """Resume, and compare with an uninterrupted training."""
     rest, steps, weights = _train(setting)
-    # A run directory of its own, so that both do the same.
+    # Another run directory, so that both trainings write checkpoints.
     every, whole_steps, whole = _train(setting, folder="whole")
-    yield Figure("batches that were still to come", rest, at_least=1, at_most=every - 1)
-    yield Figure("steps more than without an end", steps - whole_steps, at_least=0, at_most=0)
-    yield Figure("tensors that differ", nets.unequal(weights, whole), at_most=0)
+    yield Figure("remaining batches", rest, at_least=1, at_most=every - 1)
+    yield Figure("steps more than uninterrupted", steps - whole_steps, at_least=0, at_most=0)
+    yield Figure("tensors that differ", nets.count_unequal(weights, whole), at_most=0)
 
 
 def interrupted(setting: Setting) -> Iterator[Figure]:
-    """Ctrl-C as in a notebook: the cell ends, the process stays, and the next cell trains on."""
-    came = 0
+    """Interrupt by Ctrl-C as in a notebook: the cell ends, the process continues, and the next cell resumes."""
+    raised = 0
     try:
         _train(setting, ends_by=signal.SIGINT)
     except KeyboardInterrupt:
-        came = 1
-    yield Figure("KeyboardInterrupt came", came, at_least=1)
-    yield from resumed(setting)
+        raised = 1
+    yield Figure("KeyboardInterrupt raised", raised, at_least=1)
+    yield from check_resume(setting)
 
 
 def checkpoint(setting: Setting) -> Iterator[Figure]:
-    """The time of a checkpoint, beside that of a copy of its files."""
+    """Compare the time of a checkpoint with the time of copying its files."""
     torch.manual_seed(0)
     model = Model(nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))))
     model.compile("sgd", "mse", scale_lr=None)
@@ -109,11 +109,11 @@ def checkpoint(setting: Setting) -> Iterator[Figure]:
 def _train(
     setting: Setting, ends_by: signal.Signals | None = None, folder: str = _KEPT
 ) -> tuple[int, int, dict[str, Tensor]]:
-    """Train, going on with what is there; return the batches trained, the steps of all, and the weights."""
+    """Train, resuming from a checkpoint if there is one; return the batches trained, all steps, and the weights."""
     task = nets.gpt(dropout=0.1)
-    net, x, y = task.made(_BATCHES * nets.ROWS)
-    model = nets.compiled(task, net)
-    # A checkpoint within each epoch too, so that there is one in the middle of an epoch to go on from.
+    net, x, y = task.build(_BATCHES * nets.ROWS)
+    model = nets.compile_model(task, net)
+    # Also save within each epoch, so that a training resumes in the middle of an epoch.
     run = setting.folder / folder
     size = nets.batch_size(setting.cores)
     counts = _Counts(run, ends_by)

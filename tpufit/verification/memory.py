@@ -1,4 +1,4 @@
-"""Is memory given back, and is too large a step an error that the process outlives?"""
+"""Is memory freed, and can the process train again after a step that is too large?"""
 
 import gc
 from collections.abc import Iterator
@@ -13,26 +13,26 @@ from . import nets
 from .check import Figure, Setting
 
 _FITS = 5
-_SETTLED = 2  # fits until everything is compiled and every buffer has been made once
+_SETTLED = 2  # fits until everything is compiled and every buffer was created once
 _WIDE = 1 << 16
 _DEVICE_GROWTH = 1 << 18  # bytes: less than the state of one of these trainings
-_HOST_GROWTH = 64 << 20  # bytes, of an allocator that keeps some for later; a net of this check has 0.3 MB
+_HOST_GROWTH = 64 << 20  # bytes, because the allocator keeps some; a net of this check has 0.3 MB
 
 
-def given_back(setting: Setting) -> Iterator[Figure]:
-    """What is still held after several fits, each of a new model: tensors on the device, its memory, the host's."""
+def check_release(setting: Setting) -> Iterator[Figure]:
+    """Fit several new models, and measure what remains: tensors on the device, device memory, host memory."""
     tensors: list[int] = []
     device: list[int] = []
     host: list[int] = []
     for _ in range(_FITS):
-        net, x, y = nets.gpt().made()
-        model = nets.compiled(nets.gpt(), net)
+        net, x, y = nets.gpt().build()
+        model = nets.compile_model(nets.gpt(), net)
         model.fit(x, y, nets.batch_size(setting.cores), epochs=4, shuffle=False, verbose=0)
         del model, net
         gc.collect()
         tensors.append(live_tensors())
         device.append(memory_used() or 0)
-        host.append(_resident())
+        host.append(_measure_resident())
     yield Figure("more tensors on the device, fits 3 to 5", tensors[-1] - tensors[_SETTLED - 1], at_most=0)
     yield Figure("more host memory, fits 3 to 5", host[-1] - host[_SETTLED - 1], at_most=_HOST_GROWTH, unit="bytes")
     if device[-1]:
@@ -54,15 +54,15 @@ class Wide(nn.Module):
         return y
 
 
-def rows_too_many(limit: int) -> int:
-    """The rows a core whose hidden layer takes twice a core's memory, which is `limit` bytes."""
+def count_excessive_rows(limit: int) -> int:
+    """Return the rows per core whose hidden layer needs twice a core's memory of `limit` bytes."""
     return 2 * limit // (4 * _WIDE)
 
 
-def too_large(setting: Setting) -> Iterator[Figure]:
-    """A step that doesn't fit is an error, and the next training succeeds."""
-    # Several cores don't tell; no core of a TPU has more than 95 GB.
-    rows = rows_too_many(device_memory() or 95 << 30)
+def check_too_large(setting: Setting) -> Iterator[Figure]:
+    """Check that a step that doesn't fit raises an error, and that the next training succeeds."""
+    # With several cores the memory is unknown; no TPU core has more than 95 GB.
+    rows = count_excessive_rows(device_memory() or 95 << 30)
     model = nets.Model(Wide())
     model.compile("sgd", "mse", scale_lr=None)
     x = torch.zeros(rows * setting.count, 16)
@@ -73,13 +73,13 @@ def too_large(setting: Setting) -> Iterator[Figure]:
         said = str(error).splitlines()[0]
     yield Figure(f"OutOfMemoryError, hidden layer of {size(4 * rows * _WIDE)}", int(bool(said)), at_least=1)
     if said:
-        yield Figure("its words", said)
+        yield Figure("message", said)
     first, *_, last = nets.losses_on_device(nets.conv(), setting.cores)
     yield Figure("the next training: last loss / first", last / first, at_most=1.0)
 
 
-def _resident() -> int:
-    """The host's memory that this process has, in bytes."""
+def _measure_resident() -> int:
+    """Return this process's memory on the host, in bytes."""
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith("VmRSS"))
     return int(line.split()[1]) << 10

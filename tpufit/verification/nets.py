@@ -1,4 +1,4 @@
-"""Small nets with data, and their training in plain PyTorch on the host, which is the reference of all."""
+"""Small nets with data, and their training in plain PyTorch on the host, which is the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 20
 _WORDS = 61
 
 
-def _normed(width: int) -> list[nn.Module]:
+def _make_normed(width: int) -> list[nn.Module]:
     return [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.SiLU()]
 
 
@@ -27,7 +27,7 @@ class Conv(nn.Module):
 
     def __init__(self, width: int = 16, more: int = 0, classes: int = 10) -> None:
         super().__init__()
-        # No bias before a batch norm: its gradient would be nothing but rounding.
+        # No bias before a batch norm: its gradient would be pure rounding error.
         self.layers = nn.Sequential(
             nn.Conv2d(3, width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
@@ -35,7 +35,7 @@ class Conv(nn.Module):
             nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False),
             nn.BatchNorm2d(2 * width),
             nn.SiLU(),
-            *(layer for _ in range(more) for layer in _normed(2 * width)),
+            *(layer for _ in range(more) for layer in _make_normed(2 * width)),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.Linear(2 * width, classes),
@@ -80,7 +80,7 @@ class _Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small transformer over words; it gives logits of the next ones."""
+    """A small transformer over words, with logits of the next words."""
 
     def __init__(self, width: int = 64, blocks: int = 2, length: int = 32, words: int = _WORDS, dropout: float = 0.0):
         super().__init__()
@@ -98,23 +98,23 @@ class GPT(nn.Module):
         return logits
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy, of words or of classes."""
+def compute_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of words or classes."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 @dataclass(frozen=True)
 class Task:
-    """A net with one batch of data, made anew from a seed at each call.
+    """A net with one batch of data, the same at each call of `build`.
 
     Attributes:
-        name: Its name.
-        net: Makes the net.
-        data: Makes `rows` rows of data: inputs and targets.
-        rate: The rate of SGD with momentum.
-        exact: The relative difference of losses over 20 steps that float32 may make. Products with operands rounded to
-            bfloat16, imitated on the host, make two to four times as much, and those in three passes less than a
-            hundredth.
+        name: The task's name.
+        net: Builds the net.
+        data: Creates the given number of rows: inputs and targets.
+        rate: The learning rate of SGD with momentum.
+        exact: The allowed relative difference of losses over 20 steps in float32. Products of operands rounded to
+            bfloat16, imitated on the host, cause two to four times this difference; those in three passes, less than a
+            hundredth of it.
     """
 
     name: str
@@ -123,15 +123,15 @@ class Task:
     rate: float
     exact: float
 
-    def made(self, rows: int = ROWS) -> tuple[nn.Module, Tensor, Tensor]:
-        """The net and the data."""
+    def build(self, rows: int = ROWS) -> tuple[nn.Module, Tensor, Tensor]:
+        """Return the net and the data."""
         torch.manual_seed(0)
         net = self.net()
         return net, *self.data(rows)
 
 
 def conv(width: int = 16, size: int = 8, more: int = 0) -> Task:
-    """Images."""
+    """Return a task on images."""
     return Task(
         "conv net",
         lambda: Conv(width, more),
@@ -142,7 +142,7 @@ def conv(width: int = 16, size: int = 8, more: int = 0) -> Task:
 
 
 def lstm(width: int = 32, length: int = 8) -> Task:
-    """Sequences."""
+    """Return a task on sequences."""
     return Task(
         "LSTM",
         lambda: Recurrent(width),
@@ -153,7 +153,7 @@ def lstm(width: int = 32, length: int = 8) -> Task:
 
 
 def gpt(width: int = 64, blocks: int = 1, length: int = 16, words: int = _WORDS, dropout: float = 0.0) -> Task:
-    """Texts."""
+    """Return a task on texts."""
 
     def data(rows: int) -> tuple[Tensor, Tensor]:
         texts = torch.randint(words, (rows, length + 1))
@@ -163,43 +163,43 @@ def gpt(width: int = 64, blocks: int = 1, length: int = 16, words: int = _WORDS,
 
 
 def sgd(task: Task) -> Callable[[Any], torch.optim.Optimizer]:
-    """The optimizer of a task, from parameters."""
+    """Return a function that creates the task's optimizer from parameters."""
     return lambda parameters: torch.optim.SGD(parameters, task.rate, momentum=0.9)
 
 
-def compiled(task: Task, net: nn.Module, **options: Any) -> Model:
-    """A model of a task's net, compiled."""
+def compile_model(task: Task, net: nn.Module, **options: Any) -> Model:
+    """Return a compiled model of a task's net."""
     model = Model(net)
-    model.compile(sgd(task), loss_of, scale_lr=None, **options)
+    model.compile(sgd(task), compute_loss, scale_lr=None, **options)
     return model
 
 
 def batch_size(cores: Cores | None, rows: int = ROWS) -> int:
-    """The rows of a core, of batches of so many."""
+    """Return the rows per core of batches with `rows` rows."""
     return -(-rows // (cores.count if cores else 1))
 
 
 def losses_on_device(task: Task, cores: Cores | None, steps: int = STEPS, **options: Any) -> list[float]:
-    """The loss of each of some steps on the same batch, by `fit`."""
-    net, x, y = task.made()
-    model = compiled(task, net, **options)
+    """Return the losses of steps of `fit` on the same batch."""
+    net, x, y = task.build()
+    model = compile_model(task, net, **options)
     history = model.fit(x, y, batch_size(cores), epochs=steps, shuffle=False, verbose=0)
     return list(history.history["loss"])
 
 
 def losses_on_host(task: Task, steps: int = STEPS) -> list[float]:
-    """The same in plain PyTorch on the host."""
-    net, x, y = task.made()
-    return plain(task, net, [(x, y)] * steps)
+    """Return the losses of the same steps in plain PyTorch on the host."""
+    net, x, y = task.build()
+    return train_in_pytorch(task, net, [(x, y)] * steps)
 
 
-def plain(task: Task, net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    """The losses of a loop of PyTorch, which trains the net."""
+def train_in_pytorch(task: Task, net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """Train a net in a plain PyTorch loop; return the losses."""
     optimizer = sgd(task)(net.parameters())
     losses = []
     for x, y in batches:
         optimizer.zero_grad()
-        loss = loss_of(net(x), y)
+        loss = compute_loss(net(x), y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -207,7 +207,7 @@ def plain(task: Task, net: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) 
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest relative difference of two lists of numbers; infinite if they are of unequal lengths.
+    """Return the largest relative difference of two lists of numbers; infinity if their lengths differ.
 
     Example:
         >>> difference([1.0, 2.0], [1.0, 2.5]), difference([1.0], [1.0, 1.0])
@@ -220,7 +220,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def weights_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference of two sets of weights, relative to the largest number of its tensor."""
+    """Return the largest difference of two sets of weights, relative to the largest number of its tensor."""
     worst = 0.0
     for name, mine in ours.items():
         other = theirs[name].double()
@@ -228,6 +228,6 @@ def weights_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
     return worst
 
 
-def unequal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> int:
-    """The number of tensors that differ in any bit."""
+def count_unequal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> int:
+    """Return the number of tensors that differ in any bit."""
     return sum(not torch.equal(mine, theirs[name]) for name, mine in ours.items()) + len(ours.keys() ^ theirs.keys())

@@ -1,4 +1,4 @@
-"""Does the device compute what PyTorch does on the host, and with the precision that was asked for?"""
+"""Does the device compute what PyTorch does on the host, and with the requested precision?"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from ..model import Model
 from . import nets
 from .check import Figure, Setting
 
-# The options of compile, and how much more than float32 each may differ from it.
+# The options of compile, and how many times as much as float32 each may differ from PyTorch.
 _PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
     "fp32, highest": ({"matmul_precision": "highest"}, 1),
     "fp32, default": ({"matmul_precision": "default"}, 20),
@@ -22,21 +22,21 @@ _FULL = 1e-5  # the error of a product in float32, relative to its largest numbe
 
 
 def conv(setting: Setting) -> Iterator[Figure]:
-    """Convolutions with batch norm."""
-    yield from _against_pytorch(nets.conv(), setting)
+    """Compare convolutions with batch norm."""
+    yield from _compare_with_pytorch(nets.conv(), setting)
 
 
 def lstm(setting: Setting) -> Iterator[Figure]:
-    """An LSTM."""
-    yield from _against_pytorch(nets.lstm(), setting)
+    """Compare an LSTM."""
+    yield from _compare_with_pytorch(nets.lstm(), setting)
 
 
 def gpt(setting: Setting) -> Iterator[Figure]:
-    """A GPT."""
-    yield from _against_pytorch(nets.gpt(blocks=2), setting)
+    """Compare a GPT."""
+    yield from _compare_with_pytorch(nets.gpt(blocks=2), setting)
 
 
-def _against_pytorch(task: nets.Task, setting: Setting) -> Iterator[Figure]:
+def _compare_with_pytorch(task: nets.Task, setting: Setting) -> Iterator[Figure]:
     theirs = nets.losses_on_host(task)
     for name, (options, factor) in _PRECISIONS.items():
         ours = nets.losses_on_device(task, setting.cores, **options)
@@ -44,8 +44,8 @@ def _against_pytorch(task: nets.Task, setting: Setting) -> Iterator[Figure]:
 
 
 def precisions(setting: Setting) -> Iterator[Figure]:
-    """The errors of a product at each precision, twice in one process: the second time a program could be found again
-    that was compiled with another one."""
+    """Measure the errors of a product at each precision, twice in one process: the second time, a program compiled with
+    another precision could be reused."""
     torch.manual_seed(0)
     weights = torch.randn(_SIZE, _SIZE)
     x = torch.randn(nets.ROWS, _SIZE)
@@ -61,7 +61,7 @@ def precisions(setting: Setting) -> Iterator[Figure]:
 
 
 def product(x: Tensor, weights: Tensor, precision: str, setting: Setting) -> Tensor:
-    """`x @ weights` on the device, with this `matmul_precision` of `compile`."""
+    """Compute `x @ weights` on the device, with this `matmul_precision` of `compile`."""
     layer = nn.Linear(weights.shape[0], weights.shape[1], bias=False)
     with torch.no_grad():
         layer.weight.copy_(weights.T)
@@ -75,7 +75,7 @@ def _error(ours: Tensor, exact: Tensor) -> float:
 
 
 class Attention(nn.Module):
-    """Attention over long rows, between two products whose weights are trained."""
+    """Attention over long rows, between two layers with trained weights."""
 
     def __init__(self, width: int = 64, heads: int = 2) -> None:
         super().__init__()
@@ -91,21 +91,21 @@ class Attention(nn.Module):
 
 
 def attention(setting: Setting) -> Iterator[Figure]:
-    """`scaled_dot_product_attention` over rows as long as the ones for which a TPU gets a kernel of its own."""
+    """Compare `scaled_dot_product_attention` over rows of the length for which a TPU uses its own kernel."""
     length = 2048 if setting.on_tpu else 256
 
     def data(rows: int) -> tuple[Tensor, Tensor]:
         return 2 * torch.randn(rows, length, 64), torch.randint(10, (rows,))
 
-    # A rate at which products rounded to bfloat16 make four times as much difference as is right.
+    # At this rate, products rounded to bfloat16 differ four times as much as is allowed.
     task = nets.Task("attention", Attention, data, 1.0, 1e-4)
     rows = max(8, setting.count)
     steps = 5
-    net, x, y = task.made(rows)
-    theirs = nets.plain(task, net, [(x, y)] * steps)
+    net, x, y = task.build(rows)
+    theirs = nets.train_in_pytorch(task, net, [(x, y)] * steps)
     for options, factor in ({"matmul_precision": "highest"}, 1), ({"precision": "bf16"}, 100):
-        net, x, y = task.made(rows)
-        model = nets.compiled(task, net, **options)
+        net, x, y = task.build(rows)
+        model = nets.compile_model(task, net, **options)
         history = model.fit(x, y, nets.batch_size(setting.cores, rows), epochs=steps, shuffle=False, verbose=0).history
         (form,) = model.report().attention.values()
         how = "" if factor == 1 else f", bf16, {form.partition(':')[0]} attention"

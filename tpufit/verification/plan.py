@@ -1,4 +1,4 @@
-"""`CHECKS`: all that is verified, in the order in which it runs: what comes first says most."""
+"""`CHECKS`: all checks in the order in which they run, the most important first."""
 
 import signal
 
@@ -6,58 +6,63 @@ from . import endings, memory, numerics, sameness, speed, starting
 from .check import ALL, NONE, ONE, Check, Process
 
 STARTS = {
-    ONE: Check("starts on one core", (Process(starting.trains, ONE),), quick=True),
-    ALL: Check("starts on all cores", (Process(starting.trains),), quick=True),
+    ONE: Check("starts on one core", (Process(starting.train_tiny_net, ONE),), quick=True),
+    ALL: Check("starts on all cores", (Process(starting.train_tiny_net),), quick=True),
 }
 
 CHECKS = (
     Check("the doctor finds no error", (Process(starting.doctor, NONE),), quick=True),
-    STARTS[ALL],  # first: it tells what the device is
+    STARTS[ALL],  # before the others, because it identifies the device
     STARTS[ONE],
-    Check("a conv net with batch norm is PyTorch's", (Process(numerics.conv),), quick=True),
-    Check("an LSTM is PyTorch's", (Process(numerics.lstm),)),
-    Check("a GPT is PyTorch's", (Process(numerics.gpt),), quick=True),
-    Check("matmul_precision is in force", (Process(numerics.precisions),), only_tpu=True, quick=True),
-    Check("a replayed step is a traced one", (Process(sameness.replayed),), quick=True),
-    Check("one core is all", (Process(sameness.alone, ONE), Process(sameness.together)), several=True, quick=True),
-    Check("uneven last batches are exact", (Process(sameness.uneven),)),
+    Check("a conv net with batch norm matches PyTorch", (Process(numerics.conv),), quick=True),
+    Check("an LSTM matches PyTorch", (Process(numerics.lstm),)),
+    Check("a GPT matches PyTorch", (Process(numerics.gpt),), quick=True),
+    Check("matmul_precision takes effect", (Process(numerics.precisions),), only_tpu=True, quick=True),
+    Check("a replayed step equals a traced step", (Process(sameness.check_replay),), quick=True),
     Check(
-        "a training goes on after kill -9",
-        (Process(endings.killed, ends=-signal.SIGKILL), Process(endings.resumed)),
+        "one core equals all",
+        (Process(sameness.compute_alone, ONE), Process(sameness.compare_cores)),
+        several=True,
+        quick=True,
+    ),
+    Check("uneven last batches are exact", (Process(sameness.check_uneven_batch),)),
+    Check(
+        "a training resumes after kill -9",
+        (Process(endings.train_until_kill, ends=-signal.SIGKILL), Process(endings.check_resume)),
         one_host=True,
         quick=True,
     ),
     Check(
-        "steps take what was predicted",
-        (Process(speed.predicted, NONE), Process(speed.measured)),
+        "steps take the predicted time",
+        (Process(speed.predict_speed, NONE), Process(speed.measure_nets)),
         seconds=180.0,
         only_tpu=True,
     ),
     Check(
-        "a training goes on after SIGTERM",
-        (Process(endings.terminated, ends=128 + signal.SIGTERM), Process(endings.resumed)),
+        "a training resumes after SIGTERM",
+        (Process(endings.train_until_sigterm, ends=128 + signal.SIGTERM), Process(endings.check_resume)),
         one_host=True,
     ),
-    Check("a training goes on after Ctrl-C", (Process(endings.interrupted),), one_host=True),
-    Check("memory is given back, one core", (Process(memory.given_back, ONE),), quick=True),
-    Check("memory is given back, all cores", (Process(memory.given_back),), several=True),
+    Check("a training resumes after Ctrl-C", (Process(endings.interrupted),), one_host=True),
+    Check("memory is freed, one core", (Process(memory.check_release, ONE),), quick=True),
+    Check("memory is freed, all cores", (Process(memory.check_release),), several=True),
     Check(
         "a step that is too large is an error, one core",
-        (Process(memory.too_large, ONE),),
+        (Process(memory.check_too_large, ONE),),
         only_tpu=True,
         runs_on_cpu=False,
     ),
     Check(
         "a step that is too large is an error, all cores",
-        (Process(memory.too_large),),
+        (Process(memory.check_too_large),),
         only_tpu=True,
         runs_on_cpu=False,
         several=True,
     ),
-    Check("split weights are whole ones", (Process(sameness.sharded),), several=True),
-    Check("recomputed activations are kept ones", (Process(sameness.recomputed),)),
-    Check("attention over long rows is PyTorch's", (Process(numerics.attention),)),
+    Check("split weights equal whole weights", (Process(sameness.check_sharding),), several=True),
+    Check("recomputed activations equal stored ones", (Process(sameness.check_recomputation),)),
+    Check("attention over long rows matches PyTorch", (Process(numerics.attention),)),
     Check("a checkpoint takes little more than a copy", (Process(endings.checkpoint),), only_tpu=True),
-    Check("batches travel", (Process(speed.sending),), only_tpu=True, quick=True),
+    Check("data reaches the device and returns", (Process(speed.measure_transfers),), only_tpu=True, quick=True),
     Check("three steps are profiled", (Process(speed.profile),), one_host=True),
 )

@@ -1,4 +1,4 @@
-"""The process of a check: `python -m tpufit.verification.process JOB`. It writes each figure as soon as it has it."""
+"""The process of a check: `python -m tpufit.verification.process JOB`. It writes each figure immediately."""
 
 import faulthandler
 import json
@@ -21,31 +21,31 @@ STARTED = "started.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What a process has to do."""
+    """The task of a process."""
 
     module: str  # of its function
     function: str
     cores: int  # `NONE`, `ONE` or `ALL`
-    virtual: int  # the number of virtual cores that `ALL` means on a CPU
+    virtual: int  # the number of virtual cores for `ALL` on a CPU
     folder: str  # of the check
-    kept: str  # the folder beside the report
-    until: float  # the time, on this machine's monotonic clock, at which it writes where it is
+    kept: str  # the folder next to the report
+    until: float  # the time, on this machine's monotonic clock, at which the process writes its stacks
 
 
 def main(job: Job) -> None:
     """Run one part of a check in this process."""
-    # A shell starts what it runs in the background with SIGINT ignored.
+    # A shell starts background processes with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.dump_traceback_later(max(0.1, job.until - monotonic()))
     folder = Path(job.folder)
-    cores = None if job.cores == NONE else _started(job, folder)
+    cores = None if job.cores == NONE else _start(job, folder)
     part = getattr(import_module(job.module), job.function)
     try:
         with (folder / FIGURES).open("a") as file:
             for figure in part(Setting(cores, folder, Path(job.kept))):
                 file.write(json.dumps(asdict(figure)) + "\n")
                 file.flush()
-    except Exception as error:  # whatever it is, it is what the check has found
+    except Exception as error:  # any error is the check's result
         kind = "" if isinstance(error, TpufitError) else f"{type(error).__name__}: "
         (folder / FAULT).write_text(json.dumps(f"{kind}{error}"))
         raise
@@ -53,7 +53,7 @@ def main(job: Job) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _started(job: Job, folder: Path) -> Cores:
+def _start(job: Job, folder: Path) -> Cores:
     wanted: int | str = job.cores or "auto"
     if job.cores == ALL and platform() == "CPU":
         wanted = job.virtual

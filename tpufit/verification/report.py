@@ -1,4 +1,4 @@
-"""`Verification`: what was verified, as a table for people and as JSON without a name of anybody or anything."""
+"""`Verification`: the results, as a table and as anonymous JSON."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import counted
+from ..errors import say_count
 from ..utils import hardware, releases
-from ..utils.text import rendered
+from ..utils.text import render
 from .check import Figure
 from .runner import FAILED, NO_START, NO_TIME, PASSED, Device, Result
 
@@ -28,14 +28,14 @@ _COLOURS = {PASSED: "green", FAILED: "bold red", NO_START: "red", NO_TIME: "yell
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` has found.
+    """The results of `verify`.
 
     Attributes:
         results: The results of the checks, in their order.
         device: The device.
-        seconds: The time that all took.
-        quick: True if only the most telling checks were asked for.
-        date: The day, in UTC, as ISO 8601 writes it.
+        seconds: The total time.
+        quick: True if only the most important checks ran.
+        date: The day in UTC, in ISO 8601 format.
 
     Example:
         >>> report = Verification([Result("starts", PASSED, 2.0, (Figure("cores", 8, at_least=1),))], Device("CPU", 8))
@@ -65,7 +65,7 @@ class Verification:
         return int(not self.passed)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it, as JSON holds it."""
+        """Return the report as a dict for JSON."""
         chips = hardware.chips()
         return {
             "date": self.date,
@@ -90,10 +90,10 @@ class Verification:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as JSON, at once or not at all.
+        """Write the report as JSON, atomically.
 
         Args:
-            path: The file; its folder is made if it is missing.
+            path: The file; its folder is created if missing.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,16 +120,16 @@ class Verification:
             counts[result.status] += 1
         said = ", ".join(f"{count} {status}" for status, count in counts.items())
         device = self.device
-        where = f"{counted(device.cores, 'core')} of a {device.platform}" if device.cores else "no device"
+        where = f"{say_count(device.cores, 'core')} of a {device.platform}" if device.cores else "no device"
         where += f" on {device.hosts} hosts" if device.hosts > 1 else ""
-        return f"{counted(len(self.results), 'check')} on {where} in {self.seconds:.0f} s: {said}"
+        return f"{say_count(len(self.results), 'check')} on {where} in {self.seconds:.0f} s: {said}"
 
     def __str__(self) -> str:
-        return rendered(self, _WIDTH)
+        return render(self, _WIDTH)
 
 
 def _as_dict(result: Result) -> dict[str, Any]:
-    """A result without what is nothing or a default."""
+    """Return a result as a dict, without empty and default values."""
     kept: dict[str, Any] = {"name": result.name, "status": result.status, "seconds": round(result.seconds, 1)}
     if result.figures:
         kept["figures"] = [_of_figure(figure) for figure in result.figures]
@@ -144,6 +144,6 @@ def _of_figure(figure: Figure) -> dict[str, Any]:
     }
     value = figure.value
     if not isinstance(value, str):
-        # JSON has no infinite numbers.
+        # JSON can't represent infinity or NaN.
         value = float(f"{value:.4g}") if math.isfinite(value) else str(value)
     return values | {"value": value}

@@ -1,4 +1,4 @@
-"""`Runner`: runs checks one after the other, each in processes of its own, which can't take the others along."""
+"""`Runner`: runs checks one after the other, each in separate processes, so that a crash doesn't stop the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic, perf_counter
 
 from ..utils import children
-from .anonymous import anonymous
+from .anonymous import anonymize
 from .check import ALL, NONE, Check, Figure, Process
 from .process import FAULT, FIGURES, STARTED, Job
 
@@ -22,21 +22,21 @@ NOT_ON_A_POD = "not on a pod"
 NO_START = "no start"
 NO_TIME = "no time"
 
-_GRACE = 5.0  # seconds in which a process that hangs writes where
-_ON_A_CPU = 4  # times as long as on a TPU: virtual cores share the real ones, with whatever else runs there
+_GRACE = 5.0  # seconds for a hanging process to write its stacks
+_ON_A_CPU = 4  # times the limit on a TPU: virtual cores share the real cores with other programs
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a check has found.
+    """The result of a check.
 
     Attributes:
-        name: Its name.
+        name: The check's name.
         status: `"passed"`, `"FAILED"`, `"not on a CPU"`, `"not on one core"`, `"not on a pod"`, `"no start"` (not
-            tried: the device doesn't start on these cores) or `"no time"` (not tried).
-        seconds: The time that it took.
-        figures: Its figures.
-        failure: What went wrong, in words; nothing if only a figure is out of its bounds, or all is well.
+            run, because the device doesn't start on these cores) or `"no time"` (not run, or not finished).
+        seconds: The check's duration.
+        figures: The check's figures.
+        failure: A description of the failure; empty if the check passed, or if only a figure is out of bounds.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Device:
-    """The device that the checks run on, as far as they have told.
+    """The device that the checks run on, as far as it is known.
 
     Attributes:
-        platform: Its kind: `"TPU"` or `"CPU"`; nothing before the first start.
-        cores: The number of its cores; 0 before the first start on all.
-        hosts: The number of hosts that have them.
-        host: The number of this one.
+        platform: `"TPU"` or `"CPU"`; empty before the first start.
+        cores: The number of cores; 0 before the first start on all cores.
+        hosts: The number of hosts.
+        host: The index of this host.
     """
 
     platform: str = ""
@@ -64,7 +64,7 @@ class Device:
 
 
 class _TimeOverError(Exception):
-    """The time of all checks is over, and not that of the one that was running."""
+    """The time limit of all checks is reached, before that of the running check."""
 
 
 class Runner:
@@ -73,7 +73,7 @@ class Runner:
     def __init__(self, virtual: int, kept: Path, seconds: float) -> None:
         self._virtual = virtual
         self._kept = kept
-        self._until = perf_counter() + seconds  # no further check is begun then
+        self._until = perf_counter() + seconds  # no check starts later
         self._tried: dict[int, bool] = {}  # whether the device has started, by cores
         self.device = Device()
 
@@ -94,33 +94,33 @@ class Runner:
         with tempfile.TemporaryDirectory(prefix="tpufit-verify-") as name:
             folder = Path(name)
             try:
-                failure = self._failure(check, folder)
+                failure = self._find_failure(check, folder)
             except _TimeOverError:
                 return Result(check.name, NO_TIME, perf_counter() - began, _read(folder / FIGURES))
             figures = _read(folder / FIGURES)
         on_cpu = self.device.platform == "CPU"  # now it may be known
         judged = [one for one in figures if not (one.on_tpu and on_cpu)]
         right = not failure and all(one.holds for one in judged)
-        # A process that fails has failed anywhere, but its bounds may be those of a TPU.
+        # A failing process counts on any device, but bounds may be for a TPU only.
         status = NOT_ON_A_CPU if check.only_tpu and on_cpu and not failure else PASSED if right else FAILED
         return Result(check.name, status, perf_counter() - began, figures, failure)
 
-    def _failure(self, check: Check, folder: Path) -> str:
-        """Run the processes of a check until one fails; in words, how it did."""
+    def _find_failure(self, check: Check, folder: Path) -> str:
+        """Run the processes of a check until one fails; describe the failure."""
         for number, process in enumerate(check.processes):
             limit = check.seconds * (_ON_A_CPU if self.device.platform == "CPU" else 1)
-            # The device starts once all hosts are there: one that has failed waits for those that wait for it.
+            # The device starts once all hosts are ready: a host that failed waits for hosts that wait for it.
             limit *= 2 if self.device.hosts > 1 else 1
             what = check.name if len(check.processes) == 1 else f"{check.name} ({number + 1})"
             left = self._until - perf_counter()
-            ended = self._end_of(process, what, folder, max(1.0, min(limit, left)), shortened=left < limit)
+            ended = self._run_process(process, what, folder, max(1.0, min(limit, left)), shortened=left < limit)
             self._note(process.cores, folder / STARTED)
             if ended:
-                return anonymous(ended)
+                return anonymize(ended)
         return ""
 
-    def _end_of(self, process: Process, what: str, folder: Path, seconds: float, shortened: bool) -> str:
-        """How a process has ended, in words; nothing if it was as it should."""
+    def _run_process(self, process: Process, what: str, folder: Path, seconds: float, shortened: bool) -> str:
+        """Run a process; describe its end, with an empty text if it ended as expected."""
         part = process.part
         until = monotonic() + seconds
         (folder / STARTED).unlink(missing_ok=True)
@@ -133,15 +133,15 @@ class Runner:
         if ended.status is None and shortened:
             raise _TimeOverError
         if ended.status is None:
-            return f"no end within {seconds:.0f} s. It was at {_place(ended.said)}"
+            return f"not finished within {seconds:.0f} s. It was at {_place(ended.said)}"
         if ended.status == process.ends:
             return ""
         if ended.status == 0:
-            return f"it ended, where it should have done so with status {process.ends}"
-        return children.reason(ended.status, ended.said)
+            return f"it ended with status 0 instead of {process.ends}"
+        return children.explain_end(ended.status, ended.said)
 
     def _note(self, cores: int, started: Path) -> None:
-        """Note whether the device has started on these cores, and what it is."""
+        """Record whether the device has started on these cores, and its description."""
         if cores == NONE:
             return
         self._tried[cores] = self._tried.get(cores, False) or started.exists()
@@ -151,17 +151,17 @@ class Runner:
 
 
 def _read(path: Path) -> tuple[Figure, ...]:
-    """The figures that the processes of a check have written."""
+    """Read the figures that the processes of a check have written."""
     lines = path.read_text().splitlines() if path.exists() else []
     figures = (Figure(**json.loads(line)) for line in lines)
     return tuple(
-        Figure(**{**asdict(one), "value": anonymous(one.value)}) if isinstance(one.value, str) else one
+        Figure(**{**asdict(one), "value": anonymize(one.value)}) if isinstance(one.value, str) else one
         for one in figures
     )
 
 
 def _place(said: str) -> str:
-    """Where the main thread was, by the stacks that Python writes: the innermost places, with the file's name."""
+    """Return the innermost frames of the main thread, from the stacks that Python writes."""
     main = said.rpartition("\nThread ")[2] if "\nThread " in said else said
     frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
     return ", called from ".join(f"{Path(path).name}:{line} {name}" for path, line, name in frames[:6]) or "its start"

@@ -1,4 +1,4 @@
-"""What does a step take, what was predicted, and what does the host do meanwhile?"""
+"""How long does a step take, compared with its prediction, and how long does the host work on it?"""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .check import Figure, Setting
 _PREDICTED = "predicted"
 _SENT = 64 << 20  # bytes
 _STEPS = 30
-_COMPILING = 150.0  # seconds for all predictions; what a slow host doesn't come to is left out
+_COMPILING = 150.0  # seconds for all predictions; a slow host omits some
 _WITHOUT_A_TPU = "v5e-1"
-_SLOWEST = 3.0  # what is measured / what the compiler estimates, which leaves out the host, and what waits for memory
+_SLOWEST = 3.0  # measured time / the compiler's estimate, which excludes the host and waiting for memory
 
 
 class _Sized:
-    """A task of a size at which a TPU is busy, or of one that a CPU can do, and its rows a core."""
+    """A task, large enough for a TPU or small enough for a CPU, and its rows per core."""
 
     def __init__(self, task: Callable[[bool], nets.Task], on_tpu: int, on_cpu: int) -> None:
         self.task = task
@@ -41,7 +41,7 @@ class _Sized:
 
 
 _NETS = {
-    # So deep that it takes longer than its images do on their way.
+    # Deep, so that a step takes longer than sending its images.
     "conv net": _Sized(lambda large: nets.conv(256, 32, more=8) if large else nets.conv(8), 128, 8),
     "LSTM": _Sized(lambda large: nets.lstm(1024, 32) if large else nets.lstm(16), 256, 8),
     "GPT": _Sized(lambda large: nets.gpt(512, 6, 512, 8192) if large else nets.gpt(64), 16, 8),
@@ -49,7 +49,7 @@ _NETS = {
 
 
 def slice_here() -> str | None:
-    """The cloud's name of the slice that this host's chips are, if it is a known one; without chips that of one v5e."""
+    """Return the cloud's name of this host's slice, or None if it isn't known; without chips, that of one v5e."""
     found = chips()
     for name, known in SLICES.items():
         alike = found and known.chip.name == _generation(found[0].name)
@@ -59,12 +59,12 @@ def slice_here() -> str | None:
 
 
 def _generation(name: str) -> str:
-    # The bus shows no difference between the two; the report says for which it was predicted.
+    # The PCI bus doesn't distinguish the two; the report names the predicted one.
     return "v3" if name == "v2 or v3" else name
 
 
 class _Repeated:
-    """The batch of a core, over and over: an epoch of it waits only at its end."""
+    """A core's batch, repeated: an epoch waits only at its end."""
 
     def __init__(self, x: Tensor, y: Tensor, count: int) -> None:
         self._batch = (x, y)
@@ -81,18 +81,18 @@ def _model(name: str, large: bool, cores: int) -> tuple[Model, Tensor, Tensor, i
     sized = _NETS[name]
     task = sized.task(large)
     rows = sized.rows(large)
-    net, x, y = task.made(rows * cores)
-    return nets.compiled(task, net, precision="bf16"), x, y, rows
+    net, x, y = task.build(rows * cores)
+    return nets.compile_model(task, net, precision="bf16"), x, y, rows
 
 
-def predicted(setting: Setting) -> Iterator[Figure]:
-    """Compile the steps of three nets for the TPU that is here, before anything holds it."""
+def predict_speed(setting: Setting) -> Iterator[Figure]:
+    """Compile the steps of three nets for this host's TPU, before a process uses it."""
     began = perf_counter()
     large = bool(chips())
     here = slice_here()
     found = dict[str, Any]()
     if here is None:
-        yield Figure("preflight", "what a core of this TPU can do is not known")
+        yield Figure("preflight", "this TPU isn't known")
     else:
         yield Figure("predicted for", here)
     for name in _NETS if here else ():
@@ -100,7 +100,7 @@ def predicted(setting: Setting) -> Iterator[Figure]:
         model, x, y, rows = _model(name, large, on.devices)
         left = _COMPILING - (perf_counter() - began)
         try:
-            # Tracing and compiling may each take it.
+            # The limit applies to tracing and to compiling.
             report = model.preflight(x, y, rows, tpu=on.name, verbose=0, timeout=max(1.0, left / 2))
         except PreflightError as error:
             yield Figure("preflight", str(error))
@@ -114,16 +114,16 @@ def predicted(setting: Setting) -> Iterator[Figure]:
     (setting.folder / _PREDICTED).write_text(json.dumps(found))
 
 
-def measured(setting: Setting) -> Iterator[Figure]:
-    """Train the three nets, beside what was predicted."""
+def measure_nets(setting: Setting) -> Iterator[Figure]:
+    """Train the three nets, and compare with the predictions."""
     path = setting.folder / _PREDICTED
     found = json.loads(path.read_text()) if path.exists() else {}
     for name in _NETS:
-        yield from measured_net(name, setting, found.get(name))
+        yield from measure_net(name, setting, found.get(name))
 
 
-def measured_net(name: str, setting: Setting, before: dict[str, float] | None) -> Iterator[Figure]:
-    """Train one of them, beside what was predicted."""
+def measure_net(name: str, setting: Setting, before: dict[str, float] | None) -> Iterator[Figure]:
+    """Train one net, and compare with its prediction."""
     model, x, y, rows = _model(name, setting.on_tpu, setting.count)
     x = x[:rows]
     y = y[:rows]
@@ -135,7 +135,7 @@ def measured_net(name: str, setting: Setting, before: dict[str, float] | None) -
     step = (perf_counter() - began) / _STEPS
     counts = model.report().counts
     yield Figure(f"{name}: step", 1000 * step, unit="ms")
-    yield Figure(f"{name}: of that, starting it on the host", 1000 * counts.seconds["steps"] / _STEPS, unit="ms")
+    yield Figure(f"{name}: the host's part of it", 1000 * counts.seconds["steps"] / _STEPS, unit="ms")
     if before is None:
         return
     yield Figure(f"{name}: predicted step", 1000 * before["seconds"], unit="ms")
@@ -147,8 +147,8 @@ def measured_net(name: str, setting: Setting, before: dict[str, float] | None) -
         yield Figure(f"{name}: share of the chip's peak", before["flops"] / step / before["peak"], at_most=1.0)
 
 
-def sending(setting: Setting) -> Iterator[Figure]:
-    """The rate to the device and back."""
+def measure_transfers(setting: Setting) -> Iterator[Figure]:
+    """Measure the transfer rate to the device and back."""
     assert setting.cores is not None
     place = placement_on(setting.cores)
     tensor = torch.arange(_SENT // 4, dtype=torch.float32)
@@ -156,20 +156,20 @@ def sending(setting: Setting) -> Iterator[Figure]:
     began = perf_counter()
     (back,) = to_host(to_device([tensor + 1], place), "bandwidth")
     yield Figure("to the device and back", 2 * _SENT / (perf_counter() - began) / 1e9, unit="GB/s")
-    yield Figure("numbers that came back as others", int((torch.as_tensor(back) != tensor + 1).sum()), at_most=0)
+    yield Figure("numbers that changed on the way", int((torch.as_tensor(back) != tensor + 1).sum()), at_most=0)
 
 
 def profile(setting: Setting) -> Iterator[Figure]:
-    """A profile of three steps, which is kept beside the report."""
+    """Profile three steps; the profile is kept next to the report."""
     task = nets.gpt()
-    net, x, y = task.made(8 * nets.ROWS)
-    model = nets.compiled(task, net)
+    net, x, y = task.build(8 * nets.ROWS)
+    model = nets.compile_model(task, net)
     board = TensorBoard(setting.folder / "board", write_graph=False, profile_batch=(4, 6))
     model.fit(x, y, nets.batch_size(setting.cores), epochs=1, shuffle=False, verbose=0, callbacks=[board])
     traces = [path for path in (setting.folder / "board").rglob("*") if path.name.endswith(".xplane.pb")]
     yield Figure("profiles written", len(traces), at_least=1)
     for path in traces:
-        kept: Path = setting.kept / "steps.xplane.pb"  # its own name is that of the host
+        kept: Path = setting.kept / "steps.xplane.pb"  # its original name contains the host's
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, kept)
         yield Figure("its size", kept.stat().st_size / 2**20, unit="MiB")

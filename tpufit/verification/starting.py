@@ -1,4 +1,4 @@
-"""Does the device start, and what does the doctor say?"""
+"""Does the device start, and what does the doctor find?"""
 
 from collections.abc import Iterator
 from time import perf_counter
@@ -6,7 +6,7 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from ..checkup.checks import CHECKS
+from ..checkup.checks import CHECKS, TPU_PROCESSES
 from ..checkup.facts import collect
 from ..model import Model
 from .check import Figure, Setting
@@ -14,17 +14,17 @@ from .nets import batch_size
 
 
 def doctor(setting: Setting) -> Iterator[Figure]:
-    """The rows of the doctor's table, without its trainings, which the other checks do."""
+    """Report the doctor's table without its trainings, which the other checks cover."""
     facts = collect(train=False, timeout=0.0)
     rows = [row for check in CHECKS for row in check(facts)]
     yield Figure("errors", sum(row.status == "error" for row in rows), at_most=0)
     for row in rows:
-        if row.cure and row.name != "who holds the TPU":  # the commands of others are nobody's business
+        if row.cure and row.name != TPU_PROCESSES:
             yield Figure(row.name, f"{row.status}: {row.found}. {row.cure}")
 
 
-def trains(setting: Setting) -> Iterator[Figure]:
-    """A tiny training on the cores of this process."""
+def train_tiny_net(setting: Setting) -> Iterator[Figure]:
+    """Train a tiny net on the cores of this process."""
     torch.manual_seed(0)
     model = Model(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     model.compile("adamw", "mse", scale_lr=None)

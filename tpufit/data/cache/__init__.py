@@ -1,6 +1,6 @@
-"""`CachedDataset`: samples computed once and kept in files."""
+"""`CachedDataset`: samples computed once and stored in files."""
 
 from .dataset import CachedDataset
-from .fingerprint import describe
+from .fingerprint import fingerprint
 
-__all__ = ["CachedDataset", "describe"]
+__all__ = ["CachedDataset", "fingerprint"]

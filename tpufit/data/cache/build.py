@@ -1,7 +1,7 @@
-"""The warm-up: worker processes that each make one file of a cache at a time, and a bar that shows their progress.
+"""The warm-up: worker processes, each of which makes one file of a cache at a time, and a progress bar.
 
-Workers are spawned, never forked: a fork would share the file positions of the source's open files, and could hang in
-the threads of an XLA that already runs. So source and transform are pickled, and looked up by name in the worker.
+Workers are spawned, never forked: a fork would share the positions of the source's open files, and could hang on the
+threads of a running XLA. So source and transform are pickled, and imported by name in the worker.
 """
 
 import errno
@@ -23,35 +23,35 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ...errors import ArgumentError, CacheBusyError, CacheDiskFullError, CacheError, DataError
-from ...utils.files import DISK_FULL, HeldError, Lock, drop_drafts
+from ...utils.files import DISK_FULL, Lock, LockedError, drop_drafts
 from ...utils.hardware import cpus
 from ...utils.terminal import standard_output
 from ...utils.users_code import warn
-from .maker import Maker, alone
+from .maker import Maker, isolated
 from .manifest import DRAFTED, Manifest
 
 Workers = int | Literal["auto"]
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Hold a cache's lock, which ends with the process if not before, and clear the drafts that killed warm-ups left.
+def lock_cache(folder: Path) -> Iterator[None]:
+    """Return a context that locks a cache, at most until the process ends, and deletes the drafts of killed warm-ups.
 
-    The folder is made if need be.
+    Creates the folder if necessary.
 
     Raises:
-        CacheBusyError: Another warm-up holds it.
-        CacheError: Nothing may be written there.
+        CacheBusyError: Another warm-up has locked it.
+        CacheError: The folder can't be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(folder)
-    except HeldError:
-        raise CacheBusyError(f"another warm-up is at work in {folder}. Wait for its end, then read it") from None
+    except LockedError:
+        raise CacheBusyError(f"another warm-up is running in {folder}. Wait for its end, then read the cache") from None
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ELOOP):
             raise
-        cure = "Make the cache where that is possible, then read it from wherever it lies with CachedDataset.open"
+        cure = "Make the cache elsewhere, then read it from any folder with CachedDataset.open"
         raise CacheError(f"{folder} can't be written to ({error.strerror}). {cure}") from error
     drop_drafts(folder, DRAFTED)
     try:
@@ -62,26 +62,26 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def build(maker: Maker, folder: Path, manifest: Manifest, workers: Workers, progress: bool) -> None:
-    """Make the files of a cache that are missing, while its lock is held.
+    """Make the missing files of a locked cache.
 
-    It takes so many processes: 0 is this one, `"auto"` one for each CPU.
+    `workers` is the number of processes: 0 uses this process, `"auto"` starts one per CPU.
 
     Raises:
-        CacheDiskFullError: There is no room any more.
+        CacheDiskFullError: The disk is full.
         CacheError: A worker died.
         DataError: A sample can't be made.
         ArgumentError: Source or transform can't be sent to the workers.
     """
-    todo = manifest.missing(folder)
-    count, payload = _crew(maker, workers, len(todo))
+    todo = manifest.list_missing(folder)
+    count, payload = _prepare_workers(maker, workers, len(todo))
     try:
-        with _bar(_rows(manifest, todo), progress) as tell:
+        with _progress_bar(_count_rows(manifest, todo), progress) as report:
             if count:
-                _build_in_workers(folder, manifest, payload, todo, count, tell)
+                _build_in_workers(folder, manifest, payload, todo, count, report)
                 return
-            with alone():
+            with isolated():
                 for number in todo:
-                    maker.build(folder, manifest, number, tell)
+                    maker.build(folder, manifest, number, report)
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
@@ -89,10 +89,10 @@ def build(maker: Maker, folder: Path, manifest: Manifest, workers: Workers, prog
 
 
 def check_room(folder: Path, manifest: Manifest) -> None:
-    """Make sure that the missing files will fit on the disk, before any work is done.
+    """Check that the missing files will fit on the disk, before making any.
 
     Raises:
-        CacheDiskFullError: They won't.
+        CacheDiskFullError: They won't fit.
     """
     error = _disk_full(folder, manifest)
     if error.need > error.free:
@@ -100,87 +100,87 @@ def check_room(folder: Path, manifest: Manifest) -> None:
 
 
 def _disk_full(folder: Path, manifest: Manifest) -> CacheDiskFullError:
-    todo = manifest.missing(folder)
-    need = _rows(manifest, todo) * manifest.row_bytes
+    todo = manifest.list_missing(folder)
+    need = _count_rows(manifest, todo) * manifest.row_bytes
     free = shutil.disk_usage(folder).free
     return CacheDiskFullError(folder, need, free, manifest.files - len(todo), manifest.files)
 
 
-def _rows(manifest: Manifest, files: Sequence[int]) -> int:
+def _count_rows(manifest: Manifest, files: Sequence[int]) -> int:
     return sum(len(manifest.span(number)) for number in files)
 
 
 @contextmanager
-def _bar(rows: int, shown: bool) -> Iterator[Callable[[int], None]]:
+def _progress_bar(rows: int, shown: bool) -> Iterator[Callable[[int], None]]:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("samples"), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=standard_output(), disable=not shown) as progress:
         task = progress.add_task("", total=rows)
         yield lambda made: progress.advance(task, made)
 
 
-def _crew(maker: Maker, workers: Workers, files: int) -> tuple[int, bytes]:
-    """The number of workers, and what they are sent; none if this process does the work."""
+def _prepare_workers(maker: Maker, workers: Workers, files: int) -> tuple[int, bytes]:
+    """Return the number of workers, and the pickled maker for them; 0 if this process does the work."""
     count = min(cpus() if workers == "auto" else workers, files)
     if count == 0 or (count == 1 and workers == "auto"):
         return 0, b""
-    payload, obstacle = _pickled(maker)
+    payload, obstacle = _pickle(maker)
     if not obstacle:
         return count, payload
     if workers != "auto":
         raise ArgumentError(f"workers={workers}: {obstacle}, or pass workers=0")
-    warn(f"one process makes all the samples: {obstacle}, or pass workers=0")
+    warn(f"one process makes all samples: {obstacle}, or pass workers=0")
     return 0, b""
 
 
-def _pickled(maker: Maker) -> tuple[bytes, str]:
-    """The maker's pickle, or the reason why a worker can't read it."""
+def _pickle(maker: Maker) -> tuple[bytes, str]:
+    """Return the pickled maker, or the reason why a worker can't read it."""
     try:
         payload = pickle.dumps(maker)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
-        return b"", f"source or transform can't be pickled ({error}). Define in a module what they are made of"
+        return b"", f"source or transform can't be pickled ({error}). Define their parts in a module"
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None and b"__main__" in payload:
-        return b"", "source or transform is defined in a notebook or prompt, where no worker finds it. Use a module"
+        return b"", "source or transform is defined in a notebook or prompt, where workers can't find it. Use a module"
     if script is not None and not any("__main__" in line for line in linecache.getlines(script)):
         cure = 'Put all but its definitions under `if __name__ == "__main__":`'
-        return b"", f"each worker would run {script} as a whole. {cure}"
+        return b"", f"each worker would run all of {script}. {cure}"
     return payload, ""
 
 
 class _InWorkerError(Exception):
-    """The traceback of an error in a worker, shown as the error's cause."""
+    """The traceback of an error in a worker, as the error's cause."""
 
 
 class _Worker:
-    """A worker process, as its parent sees it; they are numbered from 0."""
+    """A worker process, as seen by its parent; workers are numbered from 0."""
 
     def __init__(self, folder: Path, manifest: Manifest, payload: bytes, index: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._manifest = manifest
-        # The pickled maker, sent only when asked for: a pipe holds little, and who fills it waits.
+        # Sent with the first file only: a pipe has little room, and writing to a full pipe blocks.
         self._payload = payload
         self._index = index
         self._doing = "before it made a file"
-        self._process = context.Process(target=_work, args=(theirs, folder, manifest), daemon=True)
+        self._process = context.Process(target=_run_worker, args=(theirs, folder, manifest), daemon=True)
         self._process.start()
-        theirs.close()  # so that the end of the worker is the end of the pipe
+        theirs.close()  # so that the pipe closes when the worker ends
 
-    def give(self, number: int) -> None:
-        """Ask for a file."""
+    def request(self, number: int) -> None:
+        """Request a file."""
         self._doing = f"while it made {self._manifest.name(number)}"
-        with suppress(ConnectionError):  # it died; `news` will say so
+        with suppress(ConnectionError):  # it died, which `receive` reports
             if self._payload:
                 self.connection.send_bytes(self._payload)
                 self._payload = b""
             self.connection.send(number)
 
-    def news(self) -> int | None:
-        """The number of rows it has made since the last news, or None if it has nothing to do.
+    def receive(self) -> int | None:
+        """Return the number of rows made since the last report, or None if the worker is idle.
 
         Raises:
-            CacheError: It died.
-            DataError, OSError: An error ended it.
+            CacheError: The worker died.
+            DataError, OSError: An error ended the worker.
         """
         try:
             rows, error, text = self.connection.recv()
@@ -196,17 +196,17 @@ class _Worker:
             raise error from _InWorkerError(f"\n{text}")
         return rows if rows is None else int(rows)
 
-    def end(self) -> None:
-        """End it by force: an interrupted worker has nothing to tidy up."""
+    def kill(self) -> None:
+        """Kill the worker: an interrupted worker has nothing to clean up."""
         self._process.kill()
         self._process.join()
         self.connection.close()
 
 
 def _build_in_workers(
-    folder: Path, manifest: Manifest, payload: bytes, todo: Sequence[int], count: int, tell: Callable[[int], None]
+    folder: Path, manifest: Manifest, payload: bytes, todo: Sequence[int], count: int, report: Callable[[int], None]
 ) -> None:
-    waiting = deque(todo)
+    pending = deque(todo)
     crew: dict[Any, _Worker] = {}
     try:
         for index in range(count):
@@ -215,21 +215,21 @@ def _build_in_workers(
         busy = set(crew)
         while busy:
             for connection in wait(busy):
-                rows = crew[connection].news()
+                rows = crew[connection].receive()
                 if rows is not None:
-                    tell(rows)
-                elif waiting:
-                    crew[connection].give(waiting.popleft())
+                    report(rows)
+                elif pending:
+                    crew[connection].request(pending.popleft())
                 else:
                     busy.discard(connection)
     finally:
         for worker in crew.values():
-            worker.end()
+            worker.kill()
 
 
-def _work(connection: Connection, folder: Path, manifest: Manifest) -> None:
-    """The worker. It sends rows made, an error, and the error's traceback; all None if it has nothing to do."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its workers
+def _run_worker(connection: Connection, folder: Path, manifest: Manifest) -> None:
+    """Run a worker. It sends the rows made, an error, and the error's traceback; None and "" if it is idle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends its workers
     torch.set_num_threads(1)
     try:
         connection.send((None, None, ""))

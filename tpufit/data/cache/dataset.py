@@ -1,8 +1,7 @@
-"""`CachedDataset`: samples made once and kept in a few large files, from which batches are read at the speed of memory.
+"""`CachedDataset`: samples made once and stored in a few large files, from which batches are read at memory speed.
 
-A cache is one folder: `meta.json`, its manifest, and `shard-00000-of-00016.safetensors`, ... A file
-exists only when it is whole, so a warm-up that was killed goes on with the files that are missing. Nothing in a folder
-is ever unpickled.
+A cache is a folder: the manifest `meta.json`, and `shard-00000-of-00016.safetensors`, ... A file exists only when it is
+complete, so a killed warm-up resumes with the missing files. Nothing in a folder is ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
-from ...errors import ArgumentError, CacheDamagedError, CacheError, CacheMismatchError, UnknownNameError, counted
+from ...errors import ArgumentError, CacheDamagedError, CacheError, CacheMismatchError, UnknownNameError, say_count
 from ...hosts import is_first
 from ...utils.terminal import say
 from ...utils.urls import Mirror
-from .build import Workers, build, check_room, exclusive
-from .maker import Maker, alone, check, plan
+from .build import Workers, build, check_room, lock_cache
+from .maker import Maker, check_arguments, isolated, plan_manifest
 from .manifest import Manifest
 from .readers import InMemory, Mapped
-from .schema import nest
+from .schema import unflatten
 from .shards import Shard
 
 Mode = Literal["mmap", "ram"]
@@ -41,12 +40,12 @@ class CacheInfo:
 
     Attributes:
         rows: The number of samples.
-        copies: The number of variants of each.
-        files: The number of files, when it is complete.
-        missing: The number of files that are still to be made.
-        bytes: The size of its samples, when it is complete.
-        path: Its folder.
-        fingerprint: A hash of its origin and its layout.
+        copies: The number of variants of each sample.
+        files: The number of files in the complete cache.
+        missing: The number of missing files.
+        bytes: The size of the samples in the complete cache.
+        path: The cache's folder.
+        fingerprint: A hash of the cache's origin and layout.
     """
 
     rows: int
@@ -59,50 +58,51 @@ class CacheInfo:
 
 
 class CachedDataset(Dataset[Any]):
-    """A map-style dataset whose samples are made once, by several processes, and then read from a few large files.
+    """A map-style dataset that makes its samples once, in several processes, then reads them from a few large files.
 
     A sample is a tensor, an array, a number, or a nest of tuples, lists and dicts of them, with a fixed shape and dtype
-    for each leaf; dtypes stay what they are, so images are best kept as uint8 and normalised on the device.
+    for each leaf. Dtypes don't change, so store images as uint8 and normalise them on the device.
 
     While a sample is made, the random numbers of `random`, NumPy and torch depend only on (seed, index, copy), so the
-    sample is the same whichever process makes it, and when. `copies=k` keeps k random variants of each sample, and
-    epoch e gets variant `e % k`.
+    sample doesn't depend on the process or the time. `copies=k` stores k random variants of each sample, and epoch e
+    gets variant `e % k`.
 
-    The cache remembers its origin: the source's length, the name, code and settings of the source's class and of the
-    transform, and three of the samples. It can't see the code of installed packages or the values of globals; change
-    `version` when one of these changes. A cache of another origin is an error: it is neither made again nor read.
+    The cache records its origin: the source's length, the name, code and settings of the source's class and of the
+    transform, and three samples. It can't see the code of installed packages or the values of globals; change `version`
+    when they change. A cache of another origin is an error: it is neither remade nor read.
 
-    A file's size and header are checked when it is opened, and all its rows when the first of them is read. So no
-    damaged sample is ever returned; this costs each process one pass over the files.
+    A file's size and header are checked when it is opened, and all its rows when the first row is read. So no damaged
+    sample is ever returned; this costs each process one pass over the files.
 
     Args:
-        source: A map-style dataset: anything with a length and items. None reads a finished cache, as `open` does.
-        cache_dir: The cache's folder; it is made if need be. Each cache has one of its own.
-        transform: A function from an item of the source to the sample that is kept (default: the item itself). To be
-            sent to worker processes it must be defined in a module, or in a script that does its work under
-            `if __name__ == "__main__":`. If it can't be sent, this process makes the samples.
-        device_transform: A function from a batch to the model's input, run on the device inside the step's graph: to
-            cast, normalise, flip or crop. It doesn't change the cache.
+        source: A map-style dataset: any object with `__len__` and `__getitem__`. None reads a finished cache, as `open`
+            does.
+        cache_dir: The cache's folder, created if necessary. Each cache needs its own.
+        transform: A function from an item of the source to the stored sample (default: the item itself). For worker
+            processes it must be defined in a module, or in a script whose work is under `if __name__ == "__main__":`.
+            Otherwise this process makes the samples.
+        device_transform: A function from a batch to the model's input, which runs on the device inside the step's
+            graph: to cast, normalise, flip or crop. It doesn't affect the cache.
         version: The samples' version. Change it when the samples change for a reason that the cache can't see.
         seed: The seed of the random numbers.
-        copies: The number of variants that are kept of each sample.
-        shard_mb: The largest size of a file of a new cache, in MiB. A worker holds one in memory.
-        workers: The number of processes that make samples: `"auto"` is one for each CPU, 0 this one.
-        mode: `"mmap"` (default) to read the mapped files, which the system keeps in the memory that is free; `"ram"` to
-            copy them into memory of its own at the first read.
-        ordered: True to keep the order of a batch's rows. False sorts them, which is faster; each core is then given
-            rows that were neighbours in the source.
+        copies: The number of stored variants of each sample.
+        shard_mb: The largest size of a new cache's files, in MiB. Each worker has a file in memory.
+        workers: The number of processes that make samples: `"auto"` starts one per CPU, 0 uses this process.
+        mode: `"mmap"` (default) reads memory-mapped files, which the system caches in free memory; `"ram"` copies them
+            into the process's memory at the first read.
+        ordered: True keeps the order of a batch's rows. False sorts them, which is faster; each core then gets adjacent
+            rows of the source.
 
     Attributes:
-        source: The source; None for a cache that was opened without.
+        source: The source; None for a cache opened without it.
         device_transform: As given.
         mode: As given.
         ordered: As given.
 
     Raises:
-        ArgumentError: An argument is out of its range.
-        DataError: The source is empty, or a sample can't be made or kept.
-        CacheMismatchError: The folder holds a cache of another origin.
+        ArgumentError: An argument is out of range.
+        DataError: The source is empty, or a sample can't be made or stored.
+        CacheMismatchError: The folder has a cache of another origin.
 
     Example:
         >>> import tempfile, torch
@@ -155,14 +155,14 @@ class CachedDataset(Dataset[Any]):
         found = Manifest.read(self._path)
         if source is None:
             if found is None:
-                raise CacheError(f"{self._path} holds no cache: there is no meta.json. Open the folder that has one")
+                raise CacheError(f"{self._path} has no cache: there is no meta.json. Open the folder that contains it")
             self._manifest = found
             self._open()
             return
-        check(source, copies, workers, seed, shard_mb)
+        check_arguments(source, copies, workers, seed, shard_mb)
         self._maker = Maker(source, transform, seed)
-        with alone():
-            self._manifest = plan(self._maker, copies, version, shard_mb, again=found is None)
+        with isolated():
+            self._manifest = plan_manifest(self._maker, copies, version, shard_mb, again=found is None)
         if found is not None:
             self._adopt(found)
 
@@ -175,7 +175,7 @@ class CachedDataset(Dataset[Any]):
         mode: Mode = "mmap",
         ordered: bool = True,
     ) -> CachedDataset:
-        """Open a finished cache to read it, without its source and its transform; nothing is written.
+        """Open a finished cache for reading, without its source and transform; nothing is written.
 
         Args:
             path: The cache's folder, or its URL (`"gs://..."`): a local copy is kept in `~/.cache/tpufit`.
@@ -184,8 +184,8 @@ class CachedDataset(Dataset[Any]):
             ordered: As in the constructor.
 
         Raises:
-            CacheError: There is no cache, or it isn't finished.
-            CacheDamagedError: A file is cut short, or is not the one that was written.
+            CacheError: There is no cache, or it is incomplete.
+            CacheDamagedError: A file is truncated or was replaced.
         """
         return cls(None, path, device_transform=device_transform, mode=mode, ordered=ordered)
 
@@ -193,19 +193,19 @@ class CachedDataset(Dataset[Any]):
         return self._manifest.rows
 
     def __getitem__(self, index: int) -> Any:
-        """One sample, as tensors: the variant of the epoch last given to `set_epoch`."""
+        """Return a sample, as tensors: the variant of the epoch last passed to `set_epoch`."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Several samples, for a `DataLoader`, which asks for a batch at once."""
+        """Return several samples, for a `DataLoader`, which requests a batch at once."""
         batch = self._gather(np.asarray(indices), self._epoch, ordered=True)
         return [tree_map(lambda column, row=row: column[row], batch) for row in range(len(indices))]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the variant that indexing gives, with `copies` above 1. `fit` does so itself.
+        """Choose the variant that indexing returns, with `copies` above 1. `fit` does so itself.
 
         Args:
-            epoch: The number of the epoch, from 0.
+            epoch: The epoch's number, from 0.
 
         Source: `torch.utils.data.distributed.DistributedSampler.set_epoch`.
         """
@@ -215,43 +215,43 @@ class CachedDataset(Dataset[Any]):
         """The samples of a batch, collated.
 
         Args:
-            indices: The numbers of the samples, from 0, shape `(batch,)`.
-            epoch: The number of the epoch: variant `epoch % copies` is read.
+            indices: The samples' indices, from 0, shape `(batch,)`.
+            epoch: The epoch's number: variant `epoch % copies` is read.
 
         Returns:
-            The nest of a sample with tensors of shape `(batch, *shape)` for leaves, which share no memory. The rows are
-            in the order of the indices, or with `ordered=False` in that of the source.
+            A sample's nest, with leaves of shape `(batch, *shape)` that share no memory. The rows are in the order of
+            the indices, or with `ordered=False` of the source.
 
         Raises:
             IndexError: There is no such sample.
-            CacheDamagedError: A file is not what was written.
+            CacheDamagedError: A file is damaged.
         """
         return self._gather(np.asarray(indices), epoch, self.ordered)
 
     def warm_up(self, progress: bool = True, *, repair: bool = False) -> None:
-        """Make the files that are missing. No TPU is needed; finished files are kept, however it may end.
+        """Make the missing files. No TPU is needed; finished files are kept, however the warm-up ends.
 
-        Without this call they are made when the first sample is read.
+        Without this call the files are made when the first sample is read.
 
         Args:
             progress: True (default) to show a bar.
-            repair: True to check all files first, and to make the damaged ones again.
+            repair: True checks all files first, and remakes damaged files.
 
         Raises:
-            DataError: A sample can't be made, or isn't like the first one.
-            CacheBusyError: Another warm-up of this cache is at work.
-            CacheDiskFullError: There is no room.
+            DataError: A sample can't be made, or its form differs from the first sample's.
+            CacheBusyError: Another warm-up of this cache is running.
+            CacheDiskFullError: The disk is full.
             CacheError: The folder can't be written to, or a worker died.
-            ArgumentError: Source or transform can't be sent to the workers that were asked for.
+            ArgumentError: Source or transform can't be sent to the requested workers.
         """
         if self._maker is None:
-            raise CacheError("a cache that was opened without its source can't be made: use CachedDataset(source, ...)")
+            raise CacheError("a cache opened without its source can't be warmed up: use CachedDataset(source, ...)")
         damaged = self.verify() if repair else []
-        if not damaged and Manifest.read(self._path) and not self._manifest.missing(self._path):
+        if not damaged and Manifest.read(self._path) and not self._manifest.list_missing(self._path):
             return
-        with exclusive(self._path):
+        with lock_cache(self._path):
             found = Manifest.read(self._path)
-            if found is not None:  # maybe made by another process since
+            if found is not None:  # perhaps written by another process since
                 self._adopt(found)
             for name in damaged:
                 (self._path / name).unlink(missing_ok=True)
@@ -264,13 +264,13 @@ class CachedDataset(Dataset[Any]):
         self._reader = None
 
     def verify(self) -> list[str]:
-        """Compare the files that are there with their checksums.
+        """Compare the existing files with their checksums.
 
         Returns:
-            The names of those that are damaged; none if all is well.
+            The names of the damaged files.
         """
         damaged = []
-        for number in sorted(set(range(self._manifest.files)).difference(self._manifest.missing(self._path))):
+        for number in sorted(set(range(self._manifest.files)).difference(self._manifest.list_missing(self._path))):
             try:
                 Shard(self._path, self._manifest, number).check()
             except CacheDamagedError:
@@ -278,14 +278,14 @@ class CachedDataset(Dataset[Any]):
         return damaged
 
     def info(self) -> CacheInfo:
-        """The contents of the cache."""
+        """Return facts about the cache's contents."""
         kept = self._manifest
         size = kept.rows * kept.copies * kept.row_bytes
-        absent = len(kept.missing(self._path))
+        absent = len(kept.list_missing(self._path))
         return CacheInfo(kept.rows, kept.copies, kept.files, absent, size, self._path, kept.fingerprint)
 
     def __repr__(self) -> str:
-        return f"CachedDataset({counted(len(self), 'sample')}, {str(self._path)!r})"
+        return f"CachedDataset({say_count(len(self), 'sample')}, {str(self._path)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_reader", "_opening")}
@@ -294,11 +294,11 @@ class CachedDataset(Dataset[Any]):
         self.__dict__.update(state, _reader=None, _opening=threading.Lock())
 
     def _adopt(self, found: Manifest) -> None:
-        """Take over the manifest of the cache that is there, which may be cut into other files."""
+        """Use the manifest of an existing cache, which may be split into other files."""
         changed = found.differences(self._manifest)
         if changed:
-            what = f"{self._path} holds a cache that was made of something else. It differs in: {'; '.join(changed)}"
-            cure = "Give the new samples another cache_dir, or delete the folder; CachedDataset.open reads it as is"
+            what = f"{self._path} has a cache of another origin. It differs in: {'; '.join(changed)}"
+            cure = "Use another cache_dir for the new samples, or delete the folder; CachedDataset.open reads it as is"
             raise CacheMismatchError(f"{what}. {cure}")
         self._manifest = found
 
@@ -309,15 +309,15 @@ class CachedDataset(Dataset[Any]):
             wrong = indices[(indices < 0) | (indices >= len(self))][0]
             raise IndexError(f"there is no sample {wrong}: the cache has {len(self)}, from 0 to {len(self) - 1}")
         rows = indices.astype(np.int64) + epoch % self._manifest.copies * self._manifest.rows
-        return nest(self._manifest.structure, (self._reader or self._open()).read(rows, ordered))
+        return unflatten(self._manifest.structure, (self._reader or self._open()).read(rows, ordered))
 
     def _open(self) -> Mapped:
         with self._opening:
             if self._reader is None:
-                absent = self._manifest.missing(self._path)
+                absent = self._manifest.list_missing(self._path)
                 if absent and self._maker is None:
                     some = f"{len(absent)} of the {self._manifest.files} files in {self._path}"
-                    cure = "finish the warm-up, or the copying, first"
+                    cure = "finish the warm-up, or copying the cache, first"
                     raise CacheError(f"{some} are missing, such as {self._manifest.name(absent[0])}: {cure}")
                 if absent:
                     what = f"{self._path}: making {len(absent)} of {self._manifest.files} files of samples"

@@ -1,7 +1,7 @@
-"""Descriptions of a source and a transform, in a few words that change when they do.
+"""Describes a source and a transform by short texts that change when they do.
 
-The values of globals and the code of installed packages are not looked at. Their effect on the samples shows in the
-probe (`maker.plan`), or the user tells of it by another `version`.
+Ignores the values of globals and the code of libraries. The probe (`maker.plan_manifest`) detects their effect
+on the samples, or the user changes `version`.
 """
 
 import ast
@@ -18,32 +18,33 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-# Longer lists and larger arrays (file names, whole data sets) are left to the probe.
+from ...utils.users_code import is_users
+
+# Longer lists and larger arrays (file names, whole data sets) are not hashed, only probed.
 _MANY = 100
-_INSTALLED = ("site-packages", "dist-packages")
 
 
-def describe(value: Any) -> str:
-    """Describe a function, object or class by its name, and a hash of its code and of its public settings.
+def fingerprint(value: Any) -> str:
+    """Describe a function, object or class by its name, and a hash of its code and public settings.
 
-    Absolute paths don't count, so that a cache may be used where the data lie in another folder.
+    Absolute paths are ignored, so that a cache can be used where the data are in another folder.
 
     Example:
         >>> from functools import partial
-        >>> describe(partial(int, base=2)) == describe(partial(int, base=2)) != describe(partial(int, base=3))
+        >>> fingerprint(partial(int, base=2)) == fingerprint(partial(int, base=2)) != fingerprint(partial(int, base=3))
         True
-        >>> describe(None)
+        >>> fingerprint(None)
         'None'
     """
     if value is None:
         return "None"
     named = value.func if isinstance(value, functools.partial) else value
     name = getattr(named, "__qualname__", type(named).__qualname__)
-    return f"{name} {hashlib.sha256(repr(_facts(value, ())).encode()).hexdigest()[:12]}"
+    return f"{name} {hashlib.sha256(repr(_reduce(value, ())).encode()).hexdigest()[:12]}"
 
 
-def _facts(value: Any, above: tuple[int, ...]) -> Any:
-    """A nest of plain values with the same `repr` in every process."""
+def _reduce(value: Any, above: tuple[int, ...]) -> Any:
+    """Reduce a value to a nest of plain values with the same `repr` in every process."""
     if value is None or isinstance(value, (bool, int, float, complex, bytes)):
         return value
     if isinstance(value, (str, os.PathLike)):
@@ -54,49 +55,49 @@ def _facts(value: Any, above: tuple[int, ...]) -> Any:
         return "itself"
     above = (*above, id(value))
     if isinstance(value, dict):
-        return _several([(str(key), value[key]) for key in value], above)
+        return _reduce_items([(str(key), value[key]) for key in value], above)
     if isinstance(value, (tuple, list)):
-        return _several(value, above)
+        return _reduce_items(value, above)
     if isinstance(value, (set, frozenset)):
-        return _several(sorted(value, key=repr), above)
+        return _reduce_items(sorted(value, key=repr), above)
     if isinstance(value, functools.partial):
-        return _facts((value.func, value.args, value.keywords), above)
+        return _reduce((value.func, value.args, value.keywords), above)
     if isinstance(value, MethodType):
-        return _facts((value.__func__, value.__self__), above)
+        return _reduce((value.__func__, value.__self__), above)
     if isinstance(value, FunctionType):
         kept = inspect.getclosurevars(value).nonlocals
-        return value.__qualname__, _code(value), _facts((value.__defaults__, value.__kwdefaults__, kept), above)
-    if isinstance(value, type):  # without its module, which is another one when that is run as a script
-        return value.__qualname__, _code(value)
+        return value.__qualname__, _get_source(value), _reduce((value.__defaults__, value.__kwdefaults__, kept), above)
+    if isinstance(value, type):  # without its module, whose name differs if it is run as a script
+        return value.__qualname__, _get_source(value)
     if not (callable(value) or isinstance(value, Dataset)):
-        own = repr(value) != object.__repr__(value)
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(value)) if own else type(value).__qualname__
+        has_repr = repr(value) != object.__repr__(value)
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(value)) if has_repr else type(value).__qualname__
     settings = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
     if isinstance(value, nn.Module):
         settings["(modules)"] = dict(value.named_children())
         settings["(itself)"] = value.extra_repr()
-    return _facts((getattr(value, "__name__", ""), type(value), settings), above)
+    return _reduce((getattr(value, "__name__", ""), type(value), settings), above)
 
 
-def _several(values: Sequence[Any], above: tuple[int, ...]) -> Any:
+def _reduce_items(values: Sequence[Any], above: tuple[int, ...]) -> Any:
     if len(values) > _MANY:
         return f"{len(values)} items"
-    return [_facts(item, above) for item in values]
+    return [_reduce(item, above) for item in values]
 
 
-def _code(value: FunctionType | type) -> str:
-    """The source text, where there is one and it is not an installed package's."""
+def _get_source(value: FunctionType | type) -> str:
+    """Return the source code, or "" if there is none or it is a library's."""
     try:
         file = inspect.getsourcefile(value) or ""
-        if any(part in _INSTALLED for part in file.split(os.sep)):
+        if not is_users(file):
             return ""
         if getattr(value, "__name__", "") != "<lambda>":
             return inspect.getsource(value)
         tree = ast.parse("".join(inspect.findsource(value)[0]))
     except (OSError, TypeError, SyntaxError):  # typed into a prompt, written in C, or in a notebook's cell
         methods = vars(value).values() if isinstance(value, type) else ()
-        return "".join(_code(method) for method in methods if isinstance(method, FunctionType))
-    # Not the whole line: arguments beside the lambda must not count.
+        return "".join(_get_source(method) for method in methods if isinstance(method, FunctionType))
+    # Not the whole line, which may have other arguments.
     line = value.__code__.co_firstlineno if isinstance(value, FunctionType) else 0
     lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
     return "\n".join(ast.unparse(node) for node in lambdas if node.lineno == line)

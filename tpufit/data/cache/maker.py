@@ -1,4 +1,4 @@
-"""Making the samples of a cache: each from its own random numbers, so that it is the same whoever makes it."""
+"""Makes the samples of a cache, each from its own random numbers, so that it is the same in any process."""
 
 import hashlib
 import random
@@ -16,27 +16,27 @@ from torch import Tensor
 from ...errors import ArgumentError, DataError, require_whole
 from ...utils.random import RNGState, step_seed
 from ...utils.users_code import warn
-from .fingerprint import describe
-from .manifest import Manifest, cut
+from .fingerprint import fingerprint
+from .manifest import Manifest, plan_files
 from .schema import Field, check_same_form, flatten
 from .shards import write_shard
 
-_INTERVAL = 0.1  # seconds between two reports of the progress: one a row would keep the parent of many workers busy
+_INTERVAL = 0.1  # seconds between two progress reports: a report per row would keep the parent of many workers busy
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes samples from a source and a transform. It is sent to the worker processes."""
+    """Makes samples from a source and a transform. Sent to the worker processes."""
 
     source: Any  # the user's map-style dataset
     transform: Callable[[Any], Any] | None  # from an item to a sample
-    seed: int  # of the random numbers
+    seed: int  # the random numbers' seed
 
     def sample(self, index: int, copy: int) -> tuple[Any, dict[str, Tensor]]:
-        """Make one sample, from random numbers that are a function of (seed, index, copy): see `flatten`.
+        """Make a sample from random numbers that depend on (seed, index, copy), and flatten it: see `flatten`.
 
         Raises:
-            DataError: The source or the transform raised, or gave something that a cache can't keep.
+            DataError: The source or the transform raised an error, or returned a value that a cache can't store.
         """
         seed = step_seed(step_seed(self.seed, copy), index)
         random.seed(seed)
@@ -50,33 +50,33 @@ class Maker:
             raise DataError(f"sample {index} could not be made: {type(error).__name__}: {error}") from error
         return flatten(made, index)
 
-    def build(self, folder: Path, manifest: Manifest, number: int, tell: Callable[[int], None]) -> None:
-        """Make one file of a cache, and `tell` now and then the number of rows made since the last call.
+    def build(self, folder: Path, manifest: Manifest, number: int, report: Callable[[int], None]) -> None:
+        """Make a file of a cache, and periodically `report` the number of rows made since the last report.
 
         Raises:
-            DataError: A sample can't be made, or is unlike the first one.
-            OSError: The file system refused.
+            DataError: A sample can't be made, or its form differs from the first sample's.
+            OSError: The file can't be written.
         """
         span = manifest.span(number)
         columns = {field.name: torch.empty((len(span), *field.shape), dtype=field.dtype) for field in manifest.fields}
-        told = 0
-        spoken = monotonic()
+        reported = 0
+        last_report = monotonic()
         for position, row in enumerate(span):
             copy, index = divmod(row, manifest.rows)
             structure, leaves = self.sample(index, copy)
             check_same_form(manifest.structure, manifest.fields, structure, leaves, index)
             for name, column in columns.items():
                 column[position] = leaves[name]
-            if monotonic() - spoken > _INTERVAL:
-                tell(position + 1 - told)
-                told = position + 1
-                spoken = monotonic()
+            if monotonic() - last_report > _INTERVAL:
+                report(position + 1 - reported)
+                reported = position + 1
+                last_report = monotonic()
         write_shard(folder, manifest, number, columns)
-        tell(len(span) - told)
+        report(len(span) - reported)
 
 
-def check(source: Any, copies: int, workers: int | str, seed: int, shard_mb: float) -> None:
-    """Check the arguments of a `CachedDataset`, before any sample is made."""
+def check_arguments(source: Any, copies: int, workers: int | str, seed: int, shard_mb: float) -> None:
+    """Check `CachedDataset`'s arguments, before any sample is made."""
     for name in ("__len__", "__getitem__"):
         if not hasattr(source, name):
             raise ArgumentError(f"source must be a map-style dataset, but {type(source)} has no {name}")
@@ -90,10 +90,10 @@ def check(source: Any, copies: int, workers: int | str, seed: int, shard_mb: flo
         raise DataError("source is empty: it has no samples")
 
 
-def plan(maker: Maker, copies: int, version: str, shard_mb: float, again: bool) -> Manifest:
-    """Plan a cache of these samples, in files of at most `shard_mb` MiB.
+def plan_manifest(maker: Maker, copies: int, version: str, shard_mb: float, again: bool) -> Manifest:
+    """Plan a cache of the samples, in files of at most `shard_mb` MiB.
 
-    Unless there is a cache yet, some of them are made `again`, and compared.
+    With `again`, some samples are made twice and compared; used if there is no cache yet.
     """
     rows = len(maker.source)
     structure, leaves = maker.sample(0, copy=0)
@@ -101,17 +101,17 @@ def plan(maker: Maker, copies: int, version: str, shard_mb: float, again: bool) 
     digest: str | None = _probe(maker, rows)
     if again and _probe(maker, rows) != digest:
         digest = None
-        why = "it has random numbers other than those of `random`, numpy.random and torch, which depend on the seed"
-        what = "the same sample made twice isn't the same"
-        warn(f"{what}: {why}. Files that are made again will differ")
-    source = describe(maker.source)
-    transform = describe(maker.transform)
-    sizes = cut(rows * copies, sum(field.row_bytes for field in fields), shard_mb)
+        why = "it uses random numbers other than `random`'s, numpy.random's and torch's, which are seeded"
+        what = "a sample differs when it is made twice"
+        warn(f"{what}: {why}. Remade files will differ")
+    source = fingerprint(maker.source)
+    transform = fingerprint(maker.transform)
+    sizes = plan_files(rows * copies, sum(field.row_bytes for field in fields), shard_mb)
     return Manifest(rows, copies, maker.seed, version, source, transform, digest, structure, fields, *sizes)
 
 
 def _probe(maker: Maker, rows: int) -> str:
-    """A hash of the first, the middle and the last sample."""
+    """Hash the first, the middle and the last sample."""
     digest = hashlib.sha256()
     for index in (0, rows // 2, rows - 1):
         for name, leaf in maker.sample(index, copy=0)[1].items():
@@ -121,11 +121,11 @@ def _probe(maker: Maker, rows: int) -> str:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Make samples in this process as a worker would: with one thread, and leaving its random numbers as they were."""
+def isolated() -> Iterator[None]:
+    """Return a context to make samples in as a worker would: with one thread, and the random state restored."""
     threads = torch.get_num_threads()
     draws = RNGState.now()
-    torch.set_num_threads(1)  # how a sum is split among threads shows in its last digits
+    torch.set_num_threads(1)  # splitting a sum among threads changes its last digits
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Reading the rows of a batch out of a cache: from its mapped files, or from memory."""
+"""Reads the rows of a batch from a cache: from its mapped files, or from memory."""
 
 import threading
 import weakref
@@ -16,42 +16,42 @@ from .shards import Shard
 
 Rows = NDArray[np.int64]
 
-# Shorter rows are copied file by file; for longer ones it is faster to list them one by one.
+# Shorter rows are copied file by file; longer rows are faster one by one.
 _LONG = 2048  # bytes
-# Memory of batches is kept for the next ones if it is large, and no more than a prefetcher and a device hold at once.
+# The memory of batches is reused if it is large; at most as many as a prefetcher and a device use at once.
 _LARGE = 1 << 20
 _KEPT = 4
 
 
 class _Memory:
-    """Gives room for batches of a field, again when nobody holds it any more: new memory costs as much as filling it.
+    """Allocates memory for a field's batches, and reuses it when it is free: new memory costs as much as filling it.
 
-    Nobody holds a room when it would be freed if it weren't kept here. So a transfer to a device that still reads it,
-    and holds it for that, is not disturbed.
+    An array is free when only this class refers to its memory. So a transfer to a device that still reads, and refers
+    to, the array is not disturbed.
     """
 
     def __init__(self, field: Field) -> None:
         self._field = field
-        self._kept: list[tuple[NDArray[Any], weakref.ref[NDArray[Any]]]] = []  # memory, and the room given of it
+        self._kept: list[tuple[NDArray[Any], weakref.ref[NDArray[Any]]]] = []  # memory, and the array allocated in it
         self._turn = threading.Lock()
 
-    def room(self, rows: int) -> NDArray[Any]:
-        """Room for some rows, as `Field.empty` gives it."""
+    def allocate(self, rows: int) -> NDArray[Any]:
+        """Return memory for some rows, as `Field.empty` does."""
         if rows * self._field.row_bytes < _LARGE:
             return self._field.empty(rows)
         with self._turn:
-            free = [i for i, (_, holder) in enumerate(self._kept) if holder() is None]
+            free = [i for i, (_, array) in enumerate(self._kept) if array() is None]
             fitting = [i for i in free if len(self._kept[i][0]) >= rows]
             memory = self._kept[fitting[0]][0] if fitting else self._field.empty(rows)
-            room = memory[:rows]
+            allocate = memory[:rows]
             index = (fitting or free or [len(self._kept)])[0]
             if index < _KEPT:
-                self._kept[index : index + 1] = [(memory, weakref.ref(room))]
-            return room
+                self._kept[index : index + 1] = [(memory, weakref.ref(allocate))]
+            return allocate
 
 
 class Mapped:
-    """Reads rows of a cache from the mapped files, each checked when it is first read from."""
+    """Reads a cache's rows from the mapped files, each of which is checked at its first read."""
 
     def __init__(self, manifest: Manifest, shards: Sequence[Shard]) -> None:
         self._fields = manifest.fields
@@ -62,10 +62,10 @@ class Mapped:
         self._columns = {field.name: [shard.columns[field.name] for shard in shards] for field in manifest.fields}
 
     def read(self, rows: Rows, ordered: bool) -> dict[str, Tensor]:
-        """Copy rows by the fields' names, each of shape `(len(rows), *shape)`, in this order or sorted (faster).
+        """Copy rows, by field name, of shape `(len(rows), *shape)`, in this order or sorted (faster).
 
         Raises:
-            CacheDamagedError: They are not what was written.
+            CacheDamagedError: A file is damaged.
         """
         rows = rows if ordered else np.sort(rows)
         files, local = np.divmod(rows, self._rows_per_file)
@@ -78,7 +78,7 @@ class Mapped:
         read = {}
         for field in self._fields:
             columns = self._columns[field.name]
-            batch = self._memory[field.name].room(len(rows))
+            batch = self._memory[field.name].allocate(len(rows))
             if not ordered or len(spans) == 1:
                 for number, (a, b) in spans:  # mode="raise" would copy twice
                     np.take(columns[number], local[a:b], axis=0, out=batch[a:b], mode="clip")
@@ -93,7 +93,7 @@ class Mapped:
 
 
 class InMemory(Mapped):
-    """Reads rows from memory, where all of them are copied, and checked, at the beginning."""
+    """Reads rows from memory, to which all rows are copied, and checked, at the beginning."""
 
     def __init__(self, manifest: Manifest, shards: Sequence[Shard]) -> None:
         super().__init__(manifest, shards)

@@ -1,17 +1,21 @@
-"""Operations that the device lacks or does badly, written in other ones.
+"""Operations that the device lacks or computes slowly, reformulated with other operations.
 
-| file | its idea |
+| file | content |
 | --- | --- |
-| `kernels` | take the place of PyTorch's own while a step is traced |
-| `products`, `attention`, `norms`, `classes` | the kernels |
-| `multihead` | `nn.MultiheadAttention`, whose Python has to be another too |
-| `flattened` | rows that were flattened for a product |
-| `words` | embeddings, whose Python has to be another too |
-| `residuals` | results that are kept where the rest is computed again |
-| `magnitude` | the absolute value of complex numbers |
-| `dtypes` | dtypes that PyTorch refuses in one operation, and torch_xla doesn't |
-| `views` | the same elements straight from the tensor that a view is of |
-| `indices` | indices of 32 bits, where several cores share rows |
-| `linear_algebra` | orthogonal matrices, from products and triangular systems |
-| `lowerings` | which operations the device has, and a few that it lacks or that end the process |
+| `kernels` | replaces PyTorch's kernels while a step is traced |
+| `products`, `attention`, `norms`, `cross_entropy`, `dropout` | the kernels |
+| `attention_choice` | decides which attention the flash kernel computes, and says why not |
+| `flash` | attention by JAX's kernel for TPUs |
+| `masks` | derives the pattern of an attention mask from its construction |
+| `multihead` | replaces the Python of `nn.MultiheadAttention` |
+| `addmm` | rows that were flattened for a product |
+| `embedding` | replaces the Python of embeddings |
+| `residuals` | results that are kept where the rest is recomputed |
+| `reductions` | counts, norms and pairwise distances, where torch_xla's results differ from PyTorch's |
+| `resizing` | images resized by a factor that gives a fractional number of rows |
+| `native` | PyTorch's operations by name, and kernels that pass some calls on to them |
+| `dtypes` | combinations of dtypes that PyTorch refuses and torch_xla accepts |
+| `views` | reads the elements of a view directly from its base |
+| `linear_algebra` | orthogonal matrices, computed by products and triangular solves |
+| `lowerings` | lists the device's operations, and adds a few that it lacks or that crash the process |
 """

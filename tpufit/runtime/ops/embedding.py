@@ -1,4 +1,4 @@
-"""`int32_embedding`: embeddings take words as numbers of 32 bits, forward and backward: a TPU emulates those of 64."""
+"""`replace_embedding`: embeddings use 32-bit indices, forward and backward, because a TPU emulates 64-bit integers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +10,12 @@ from torch.nn import functional as F
 
 from ...errors import ArgumentError
 from ...utils.replaced import replaced
+from ..driver import on_device
 
 
 @contextmanager
-def int32_embedding() -> Iterator[None]:
-    """A context in which `torch.nn.functional.embedding` takes words as numbers of 32 bits, and none is sparse."""
+def replace_embedding() -> Iterator[None]:
+    """A context in which `torch.nn.functional.embedding` uses 32-bit indices, and sparse gradients are refused."""
     native = F.embedding
 
     def embedding(
@@ -26,8 +27,8 @@ def int32_embedding() -> Iterator[None]:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
-        if sparse and weight.device.type == "xla":
-            raise _no_sparse("embedding")
+        if sparse and on_device(weight):
+            raise _sparse_error("embedding")
         rare = max_norm is not None or scale_grad_by_freq or sparse
         if rare or input.dtype not in (torch.int64, torch.int32) or weight.dim() != 2 or not 0 < len(weight) < 2**31:
             return native(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
@@ -39,15 +40,15 @@ def int32_embedding() -> Iterator[None]:
     native_bag = F.embedding_bag
 
     def embedding_bag(input: Tensor, weight: Tensor, *others: Any, **named: Any) -> Tensor:
-        if (named.get("sparse") or any(others[5:6])) and weight.device.type == "xla":
-            raise _no_sparse("embedding_bag")
+        if (named.get("sparse") or any(others[5:6])) and on_device(weight):
+            raise _sparse_error("embedding_bag")
         return native_bag(input, weight, *others, **named)
 
     with replaced(F, embedding=embedding, embedding_bag=embedding_bag):
         yield
 
 
-def _no_sparse(name: str) -> ArgumentError:
+def _sparse_error(name: str) -> ArgumentError:
     return ArgumentError(
         f"{name}(sparse=True) has sparse gradients, which XLA can't compute: build the layer with sparse=False, whose "
         "gradients are the same"
@@ -55,7 +56,7 @@ def _no_sparse(name: str) -> ArgumentError:
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of a table, whose gradients are added up where they are from. torch_xla's own looks for words below zero."""
+    """Selects rows of a table, and adds their gradients. Without torch_xla's extra pass for negative indices."""
 
     @staticmethod
     def forward(ctx: Any, words: Tensor, weight: Tensor, padding: int | None) -> Tensor:

@@ -1,16 +1,15 @@
-"""`flash`: attention by JAX's splash kernel for TPUs, in whose memory the scores never lie.
+"""`flash`: attention by JAX's splash kernel for TPUs, which never stores the scores in main memory.
 
-The kernel takes a block of queries and one of keys at a time, skips the blocks that a causal mask leaves out, and
-shares heads of keys and values among those of queries. What it masks beside that are segments: a query looks at the
-keys of its own segment. Each core runs it on its own rows.
+The kernel processes a block of queries and a block of keys at a time, skips the blocks that a causal mask excludes, and
+shares key-value heads among query heads. It also masks by segments: a query attends to the keys of its segment. Each
+core runs it on its own rows.
 
 Source: jax/experimental/pallas/ops/tpu/splash_attention; "FlashAttention-2", https://arxiv.org/abs/2307.08691.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
@@ -20,53 +19,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..jax_calls import Computation, lower
+from ..driver import driver
 from ..kernel_work import KernelWork, mark
 from ..placement import CorePlacement
-from .masks import BLIND, FILLING, Pattern
-from .residuals import keeps, residual
+from ..trace_context import trace_context
+from .masks import BLIND_QUERY, MASKED_KEY, Pattern
+from .residuals import compute_residual, keeps_residuals
+
+Computation = Callable[..., list[Tensor]]
 
 _LANES = 128
-# Those of a block, as far as they go: larger ones read keys and values less often.
+# Candidate block sizes. With larger blocks keys and values are read less often.
 _BLOCKS = (512, 384, 256, 128)
-
-_interpreted = False
-
-
-@contextmanager
-def interpreted() -> Iterator[None]:
-    """A context in which steps on a CPU take the kernel too: Pallas' interpreter runs it, exactly and slowly."""
-    global _interpreted
-    before = _interpreted
-    _interpreted = True
-    try:
-        yield
-    finally:
-        _interpreted = before
-
-
-def is_interpreted() -> bool:
-    """True inside of `interpreted`."""
-    return _interpreted
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a kernel is made for, on one core.
+    """The shape for which a kernel is built, on one core.
 
     Attributes:
-        rows: The rows of the core.
-        heads: The heads of queries.
-        shared: The heads of keys and values.
-        queries: Their number, of whole blocks.
-        keys: Their number, of whole blocks.
-        width: The width of a head of queries and keys.
-        of_value: The width of a head of values.
-        dtype: The format, e.g. `"bfloat16"`.
-        left: The number of places before its own that a query looks at; None: all.
-        right: The number of places after it; None: all.
-        segmented: True if it takes segments.
-        learns: True if there will be a backward pass.
+        rows: The number of rows on the core.
+        heads: The number of query heads.
+        shared: The number of key-value heads.
+        queries: The number of queries, a multiple of the block size.
+        keys: The number of keys, a multiple of the block size.
+        width: The width of a query or key head.
+        of_value: The width of a value head.
+        dtype: The dtype, e.g. `"bfloat16"`.
+        left: The number of positions before its own to which a query attends; None: all.
+        right: The number of positions after its own to which a query attends; None: all.
+        segmented: True if the kernel takes segments.
+        learns: True if a backward pass follows.
         interpreted: True for Pallas' interpreter on a CPU.
     """
 
@@ -87,7 +70,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The kernels of a shape: forward, whose results are the attention and what is kept, and backward."""
+    """The kernels of a shape: forward, which returns the attention and its residuals, and backward."""
 
     forward: Computation
     backward: Computation | None = None
@@ -125,23 +108,23 @@ def _kernel(shape: _Shape) -> _Kernel:
         with jax.named_scope(mark(_work(shape))):
             return jax.vmap(kernel)(query, key, value, segments)
 
-    # Of what the backward pass takes: which of the arguments and the result it is, or None.
-    known: list[int | None] = []
+    # For each input of the backward pass: its index among the arguments and the result, or None for a compute_residual.
+    indices: list[int | None] = []
     trees: list[Any] = []
 
-    def forward(*given: Any) -> Any:
+    def forward(*args: Any) -> Any:
         if not shape.learns:
-            return attend(*given)
-        result, backwards = jax.vjp(lambda *tensors: attend(*tensors, *given[3:]), *given[:3])
+            return attend(*args)
+        result, backwards = jax.vjp(lambda *tensors: attend(*tensors, *args[3:]), *args[:3])
         leaves, tree = jax.tree.flatten(backwards)
-        those = *given, result
-        known[:] = [next((i for i, one in enumerate(those) if one is leaf), None) for leaf in leaves]
+        tensors = *args, result
+        indices[:] = [next((i for i, tensor in enumerate(tensors) if tensor is leaf), None) for leaf in leaves]
         trees[:] = [tree]
-        return (result, *(leaf for leaf, at in zip(leaves, known, strict=True) if at is None))
+        return (result, *(leaf for leaf, index in zip(leaves, indices, strict=True) if index is None))
 
     def backward(gradient: Any, *tensors: Any) -> Any:
-        kept = iter(tensors[len(arguments) + 1 :])
-        leaves = [next(kept) if at is None else tensors[at] for at in known]
+        residuals = iter(tensors[len(arguments) + 1 :])
+        leaves = [next(residuals) if index is None else tensors[index] for index in indices]
         return jax.tree.unflatten(trees[0], leaves)(gradient)
 
     rows = shape.rows
@@ -155,15 +138,16 @@ def _kernel(shape: _Shape) -> _Kernel:
     if shape.segmented:
         arguments += [of((rows, length), jax.numpy.dtype("int32")) for length in lengths]
     platform = "cpu" if shape.interpreted else "tpu"
-    there, results = lower(forward, arguments, platform, "flash_attention")
+    forward_call, results = driver().jax_call(forward, arguments, platform, "flash_attention")
     if not shape.learns:
-        return _Kernel(there)
-    back, _ = lower(backward, [results[0], *arguments, *results], platform, "flash_attention_backward")
-    return _Kernel(there, back)
+        return _Kernel(forward_call)
+    inputs = [results[0], *arguments, *results]
+    backward_call, _ = driver().jax_call(backward, inputs, platform, "flash_attention_backward")
+    return _Kernel(forward_call, backward_call)
 
 
 def _work(shape: _Shape) -> list[KernelWork]:
-    """What the kernels compute and move: forward, and backward for queries, and for keys and values."""
+    """Return the operations and bytes of the kernels: forward, backward for queries, backward for keys and values."""
     block_q = _block(shape.queries)
     block_kv = _block(shape.keys)
     blocks = 0
@@ -175,24 +159,24 @@ def _work(shape: _Shape) -> list[KernelWork]:
     scores = heads * block_q * block_kv * blocks
     width = shape.width
     of_value = shape.of_value
-    # In memory a row is of whole lanes.
+    # In memory a row is padded to whole lanes.
     row = (_lanes(width) + _lanes(of_value)) * (2 if shape.dtype == "bfloat16" else 4)
     queries = heads * shape.queries
     keys = shape.rows * shape.shared * shape.keys
-    whole = 4 * _LANES * queries  # a number in 32 bits for each query, which takes all lanes of a row
+    per_query = 4 * _LANES * queries  # one 32-bit number for each query, padded to all lanes of a row
     limited = (shape.left, shape.right) != (None, None)
-    beside = whole * (limited + shape.segmented)  # the places and segments of queries
-    again = scores // block_q * row  # keys and values, for each block of queries
+    masks = per_query * (limited + shape.segmented)  # the positions and segments of queries
+    reread = scores // block_q * row  # keys and values, for each block of queries
     return [
         KernelWork(
-            "splash_mha_fwd", 2 * scores * (width + of_value), width, queries * row + again + whole + beside, True
+            "splash_mha_fwd", 2 * scores * (width + of_value), width, queries * row + reread + per_query + masks, True
         ),
-        KernelWork("splash_mha_dq", 2 * scores * (2 * width + of_value), width, 2 * queries * row + again + beside),
+        KernelWork("splash_mha_dq", 2 * scores * (2 * width + of_value), width, 2 * queries * row + reread + masks),
         KernelWork(
             "splash_mha_dkv",
             4 * scores * (width + of_value),
             width,
-            # Queries and gradients for each block of keys, which every head of queries reads.
+            # Queries and gradients for each block of keys, which every query head reads.
             scores // block_kv * (row + 2 * 8 * 4) + heads * shape.keys * row + 2 * keys * row,
         ),
     ]
@@ -200,7 +184,7 @@ def _work(shape: _Shape) -> list[KernelWork]:
 
 @cache
 def _takes_whole_lanes() -> bool:
-    """True if JAX's kernel takes whole lanes only, as before 0.7.1."""
+    """True if JAX's kernel takes only whole lanes, as before JAX 0.7.1."""
     version: tuple[int, ...] = import_module("jax").__version_info__
     return version < (0, 7, 1)
 
@@ -219,14 +203,16 @@ def flash(
     placement: CorePlacement,
     plain: Callable[..., Tensor],
 ) -> Tensor:
-    """Attention by the kernel. A query that looks at nothing gets anything.
+    """Attention by the kernel. The result is arbitrary for a query whose keys are all masked.
 
     Args:
         query: Shape (rows, heads, queries, width).
         key: Shape (rows, heads or fewer, keys, width).
         value: Shape (rows, heads of `key`, keys, any width).
-        mask: The mask that the pattern stands for.
-        scale: What scores are multiplied by.
+        pattern: The pattern of the mask.
+        mask: The mask itself, for `plain`.
+        scale: The factor of the scores.
+        placement: The cores that share the rows.
         plain: The same attention in PyTorch, of query, key, value and mask, for second derivatives.
     """
     result: Tensor = _Flash.apply(  # type: ignore[no-untyped-call]
@@ -234,8 +220,8 @@ def flash(
         key,
         value,
         mask,
-        pattern.of_queries,
-        pattern.of_keys,
+        pattern.query_segments,
+        pattern.key_segments,
         (pattern.left, pattern.right, scale, placement, plain),
     )
     return result
@@ -249,48 +235,48 @@ class _Flash(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        of_queries: Tensor | None,
-        of_keys: Tensor | None,
+        query_segments: Tensor | None,
+        key_segments: Tensor | None,
         how: tuple[int | None, int | None, float, CorePlacement, Callable[..., Tensor]],
     ) -> Tensor:
         left, right, scale, placement, plain = how
         queries = query.shape[-2]
         keys = key.shape[-2]
-        filled = (_whole(queries), _whole(keys))
+        filled = (_pad_to_blocks(queries), _pad_to_blocks(keys))
         lanes = _takes_whole_lanes()
-        if of_queries is None and keys < filled[1] and not (right == 0 and queries <= keys):
-            # Else queries would look at keys that only fill up a block.
-            of_queries, of_keys = (
+        if query_segments is None and keys < filled[1] and not (right == 0 and queries <= keys):
+            # Otherwise queries would attend to keys that are only padding of a block.
+            query_segments, key_segments = (
                 torch.zeros(x.shape[0], x.shape[-2], dtype=torch.int32, device=x.device) for x in (query, key)
             )
         lengths = filled[0], filled[1], filled[1]
-        given = [
+        padded = [
             F.pad(x, (0, _lanes(x.shape[-1]) - x.shape[-1] if lanes else 0, 0, length - x.shape[-2]))
             for x, length in zip((query * scale, key, value), lengths, strict=True)
         ]
-        if of_queries is not None and of_keys is not None:
-            given.append(F.pad(of_queries, (0, filled[0] - queries), value=BLIND))
-            given.append(F.pad(of_keys, (0, filled[1] - keys), value=FILLING))
-        own = [placement.to_core(x) for x in given]
+        if query_segments is not None and key_segments is not None:
+            padded.append(F.pad(query_segments, (0, filled[0] - queries), value=BLIND_QUERY))
+            padded.append(F.pad(key_segments, (0, filled[1] - keys), value=MASKED_KEY))
+        local = [placement.to_core(x) for x in padded]
         kernel = _kernel(
             _Shape(
-                rows=own[0].shape[0],
+                rows=local[0].shape[0],
                 heads=query.shape[1],
                 shared=key.shape[1],
                 queries=filled[0],
                 keys=filled[1],
-                width=own[0].shape[-1],
-                of_value=own[2].shape[-1],
+                width=local[0].shape[-1],
+                of_value=local[2].shape[-1],
                 dtype=str(query.dtype).removeprefix("torch."),
                 left=left,
                 right=right,
-                segmented=len(own) > 3,
+                segmented=len(local) > 3,
                 learns=any(ctx.needs_input_grad[:3]),
-                interpreted=_interpreted,
+                interpreted=trace_context().interprets_flash,
             )
         )
-        result, *kept = _kept(kernel.forward(*own), len(query), placement)
-        ctx.save_for_backward(query, key, value, mask, *own, result, *kept)
+        result, *residuals = _keep(kernel.forward(*local), len(query), placement)
+        ctx.save_for_backward(query, key, value, mask, *local, result, *residuals)
         ctx.kernel = kernel
         ctx.scale = scale
         ctx.placement = placement
@@ -301,38 +287,39 @@ class _Flash(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, mask, *kept = ctx.saved_tensors
         rest = (None,) * 4
-        if torch.is_grad_enabled():  # of a second derivative
+        if torch.is_grad_enabled():  # for a second derivative
             learns = ctx.needs_input_grad[:3]
-            wanted = [x for x, needed in zip((query, key, value), learns, strict=True) if needed]
-            again = torch.autograd.grad(ctx.plain(query, key, value, mask), wanted, gradient, create_graph=True)
-            found = iter(again)
-            return *(next(found) if needed else None for needed in learns), *rest
-        lanes, places = (kept[i].shape[at] - gradient.shape[at] for i, at in ((2, -1), (0, -2)))
-        filled = F.pad(gradient, (0, lanes, 0, places))
-        parts = ctx.kernel.backward(ctx.placement.to_core(filled), *kept)
-        whole = [ctx.placement.from_core(x, len(query)) for x in parts]
+            inputs = [x for x, needed in zip((query, key, value), learns, strict=True) if needed]
+            gradients = torch.autograd.grad(ctx.plain(query, key, value, mask), inputs, gradient, create_graph=True)
+            remaining = iter(gradients)
+            return *(next(remaining) if needed else None for needed in learns), *rest
+        lanes, positions = (kept[i].shape[dim] - gradient.shape[dim] for i, dim in ((2, -1), (0, -2)))
+        padded = F.pad(gradient, (0, lanes, 0, positions))
+        parts = ctx.kernel.backward(ctx.placement.to_core(padded), *kept)
+        padded_gradients = [ctx.placement.from_core(x, len(query)) for x in parts]
         of_query, of_key, of_value = (
-            x[:, :, : like.shape[-2], : like.shape[-1]] for x, like in zip(whole, (query, key, value), strict=True)
+            x[:, :, : like.shape[-2], : like.shape[-1]]
+            for x, like in zip(padded_gradients, (query, key, value), strict=True)
         )
         return of_query * ctx.scale, of_key, of_value, *rest
 
 
-def _kept(results: list[Tensor], rows: int, placement: CorePlacement) -> list[Tensor]:
-    """What a kernel has come to; where a region keeps products, it is kept too, and no kernel runs again."""
-    if not keeps():
+def _keep(results: list[Tensor], rows: int, placement: CorePlacement) -> list[Tensor]:
+    """Return a kernel's results. A region that keeps products keeps them too, so that the kernel runs once."""
+    if not keeps_residuals():
         return results
-    # The others are of the mask, and don't depend on the rows.
-    of_rows, _ = residual(lambda: [placement.from_core(x, rows) for x in results if x.is_floating_point()])
-    own = map(placement.to_core, of_rows)
-    return [next(own) if x.is_floating_point() else x for x in results]
+    # The other results belong to the mask, and don't depend on the rows.
+    of_rows, _ = compute_residual(lambda: [placement.from_core(x, rows) for x in results if x.is_floating_point()])
+    local = map(placement.to_core, of_rows)
+    return [next(local) if x.is_floating_point() else x for x in results]
 
 
 def _block(length: int) -> int:
-    """The size of a block, for whole ones."""
+    """Return the largest block size that divides a length."""
     return next(size for size in _BLOCKS if length % size == 0)
 
 
-def _whole(length: int) -> int:
-    """A length filled up to whole blocks: of a size that fills up little, and isn't small."""
-    filled = {size: -(-length // size) * size for size in _BLOCKS}
-    return min(filled.items(), key=lambda pair: pair[1] * (pair[0] + 64) / pair[0])[1]
+def _pad_to_blocks(length: int) -> int:
+    """Return a length padded to whole blocks, of a block size that balances little padding with large blocks."""
+    padded = {size: -(-length // size) * size for size in _BLOCKS}
+    return min(padded.items(), key=lambda pair: pair[1] * (pair[0] + 64) / pair[0])[1]

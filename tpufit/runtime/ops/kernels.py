@@ -1,27 +1,29 @@
-"""`own_kernels`: operations that a TPU does better in other words than torch_xla's, for the time of a step's trace."""
+"""`replace_kernels`: replaces PyTorch's kernels by reformulations that a TPU runs faster, while a step is traced."""
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..driver import driver
+from ..trace_context import trace_context, tracing_with
+from .addmm import replace_addmm
 from .attention import attention
-from .classes import cross_entropy, one_hot
-from .dropout import dropout, feature_dropout, float32_bernoulli
+from .cross_entropy import cross_entropy, one_hot
+from .dropout import dropout, feature_dropout, replace_bernoulli
 from .dtypes import check
-from .embedding import int32_embedding
-from .flattened import own_addmm
-from .magnitude import real_abs
-from .multihead import own_multihead
-from .norms import batch_norm, group_norm, instance_norm, layer_norm, weight_norm
+from .embedding import replace_embedding
+from .multihead import replace_multihead
+from .native import with_fallback
+from .norms import batch_norm, batch_norm_in_autocast, group_norm, instance_norm, layer_norm, weight_norm
 from .products import linear, matmul
 from .views import chunks
 
-# Each takes the arguments of its native operation. It returns None for those that it leaves to the native one, such as
-# all that PyTorch refuses: the error is then PyTorch's own.
+# Each kernel takes the arguments of its native operation. It returns None to leave a call to the native kernel, e.g.
+# for arguments that PyTorch refuses, so that the error is PyTorch's.
 _KERNELS: dict[str, Callable[..., Tensor | list[Tensor] | None]] = {
     "_weight_norm": weight_norm,
     "batch_norm": batch_norm,
@@ -38,72 +40,61 @@ _KERNELS: dict[str, Callable[..., Tensor | list[Tensor] | None]] = {
     "unsafe_chunk": chunks,
 }
 
-# The native ones are good enough; only the dtypes of their operands are checked.
+# Convolutions keep their native kernels; only the dtypes of their operands are checked.
 _CONVOLUTIONS = [f"conv{n}d{form}" for n in (1, 2, 3) for form in ("", ".padding")]
 _CONVOLUTIONS += ["conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"]
 
-_depth = 0
 _libraries: dict[str, torch.library.Library] = {}
 
 
 @contextmanager
-def own_kernels(backend: str = "XLA", forms: AbstractContextManager[None] | None = None) -> Iterator[None]:
-    """A context in which norms, products, attention and the loss of classes are computed in our own words.
+def replace_kernels(backend: str | None = None) -> Iterator[None]:
+    """A context in which norms, products, attention, cross-entropy and dropout run on tpufit's kernels.
 
-    Results, gradients, running statistics, dtypes and errors are the native ones', but for rounding. The kernels are
-    the dispatcher's, so they hold for modules, functions, scripted code and the parts that autograd computes again in
-    its own threads, which a `TorchFunctionMode` or a patched `torch.nn.functional` would miss. The backend is the
-    dispatch key of the tensors; tests take `"CPU"`. `forms` chooses the form of each attention, see `choosing`.
+    Results, gradients, running statistics, dtypes and errors equal PyTorch's, up to rounding. The kernels are
+    registered with the dispatcher, so modules, functions, scripted code and recomputations in autograd's threads use
+    them; a `TorchFunctionMode` or a patched `torch.nn.functional` wouldn't reach all of these. The backend is the
+    dispatch key of the tensors, by default the device's key; tests pass `"CPU"`.
 
     Example:
         >>> import torch
         >>> norm, x = torch.nn.LayerNorm(4), torch.randn(2, 4)
-        >>> with own_kernels("CPU"):
+        >>> with replace_kernels("CPU"):
         ...     y = norm(x)
         >>> torch.allclose(y, norm(x), atol=1e-6)
         True
     """
-    global _depth
-    if backend not in _libraries:  # for good: taking a kernel back while another thread is in it would be a crash
-        library = _libraries[backend] = torch.library.Library("aten", "IMPL")
+    backend = backend or driver().dispatch_key
+    if backend not in _libraries:  # permanent: removing a kernel while another thread runs it would crash
+        library = torch.library.Library("aten", "IMPL")
         for name, own in (_KERNELS | dict.fromkeys(_CONVOLUTIONS, _native)).items():
-            packet, _, form = name.partition(".")
-            native = getattr(getattr(torch.ops.aten, packet), form or "default")
-            kernel = _kernel(packet if backend == "XLA" else "", native, own)
+            packet = name.partition(".")[0]
+            kernel = with_fallback(name, _in_steps(packet if backend == "XLA" else "", own))
             library.impl(name, kernel, f"Autograd{backend}")
-            library.impl(name, kernel, backend)  # of torch.inference_mode
+            library.impl(name, kernel, backend)  # for torch.inference_mode
         if backend == "XLA":
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PyTorch says that it is replaced
-                library.impl("batch_norm", _batch_norm_in_autocast, "AutocastXLA")
-    _depth += 1
-    try:
-        with own_multihead(), own_addmm(), int32_embedding(), float32_bernoulli(), real_abs(), forms or nullcontext():
-            yield
-    finally:
-        _depth -= 1
+                warnings.simplefilter("ignore")  # PyTorch warns that a kernel is replaced
+                library.impl("batch_norm", batch_norm_in_autocast, "AutocastXLA")
+        _libraries[backend] = library  # last, so that the next call retries after an error
+    with (
+        tracing_with(uses_kernels=True),
+        replace_multihead(),
+        replace_addmm(),
+        replace_embedding(),
+        replace_bernoulli(),
+    ):
+        yield
 
 
 def _native(*args: Any, **kwargs: Any) -> None: ...
 
 
-def _kernel(name: str, native: Any, own: Callable[..., Tensor | list[Tensor] | None]) -> Callable[..., Any]:
+def _in_steps(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if _depth:
-            check(name, args)
-        result = own(*args, **kwargs) if _depth else None
-        return native.decompose(*args, **kwargs) if result is None else result
+        if not trace_context().uses_kernels:
+            return None
+        check(name, args)
+        return own(*args, **kwargs)
 
     return kernel
-
-
-def _batch_norm_in_autocast(*args: Any) -> Tensor:
-    """Batch norm as CUDA's autocast has it: in the format of its input, with statistics in float32.
-
-    XLA's autocast makes the input float32 first, which doubles what a network of convolutions reads and writes.
-    """
-    if not _depth:
-        args = tuple(a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
-    with torch.autocast("xla", enabled=False):
-        result: Tensor = torch.ops.aten.batch_norm(*args)
-        return result

@@ -1,6 +1,6 @@
-"""Linear algebra that torch_xla computes on the host, by products and triangular systems, which the device has.
+"""Linear algebra that torch_xla computes on the host, reformulated as products and triangular solves for the device.
 
-Spectral and orthogonal parametrizations need it. Values and gradients are PyTorch's but for rounding.
+Spectral and orthogonal parametrizations need it. Values and gradients equal PyTorch's up to rounding.
 """
 
 from typing import Any
@@ -8,36 +8,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A series of these terms is exact in float32 for matrices up to the norm 0.5. Larger matrices are halved so many times
-# at most; the graph has a product for each time.
+from .native import operation
+
+# A series with this number of terms is exact in float32 for matrices up to the norm 0.5. Larger matrices are halved at
+# most `_HALVINGS` times; the graph has one product for each time.
 _TERMS = 12
 _HALVINGS = 12
 
 
 def vdot(input: Tensor, other: Tensor) -> Tensor:
-    """`torch.vdot`, of which spectral norms are made."""
+    """`torch.vdot`, which spectral norms use."""
     return torch.dot(input.conj(), other)
 
 
 def householder_product(input: Tensor, tau: Tensor) -> Tensor:
-    """`torch.linalg.householder_product`: the first columns of a product of reflections, all at once.
+    """`torch.linalg.householder_product`: the first columns of a product of reflections.
 
-    The product is `I - V @ T @ V.mT`, where `V` has the reflections' vectors and `T` is triangular.
+    All reflections are applied at once, as `I - V @ T @ V.mT`, where the columns of `V` are the reflections' vectors
+    and `T` is triangular.
     """
     n, k = input.shape[-2:]
     if not k:
         return input.clone()
-    if tau.shape[-1] < k:  # the other reflections change nothing
+    if tau.shape[-1] < k:  # the remaining reflections are identities
         tau = torch.cat([tau, tau.new_zeros(*tau.shape[:-1], k - tau.shape[-1])], -1)
     first = torch.eye(n, k, dtype=input.dtype, device=input.device)
     vectors = input.tril(-1) + first
-    together = torch.triu(vectors.mH @ vectors, 1) * tau[..., :, None]
-    inverse: Tensor = _InverseOfUnitriangular.apply(together)  # type: ignore[no-untyped-call]
+    triangle = torch.triu(vectors.mH @ vectors, 1) * tau[..., :, None]
+    inverse: Tensor = _InverseOfUnitriangular.apply(triangle)  # type: ignore[no-untyped-call]
     return first - vectors @ (inverse * tau[..., None, :]) @ vectors[..., :k, :].mH
 
 
+def slogdet(input: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.linalg.slogdet`, whose gradient in PyTorch needs LU factors that torch_xla doesn't return."""
+    if input.is_complex():
+        return operation("linalg_slogdet").decompose(input)  # type: ignore[no-any-return]
+    return _LogDeterminant.apply(input)  # type: ignore[no-untyped-call, no-any-return]
+
+
 def matrix_exp(input: Tensor) -> Tensor:
-    """`torch.matrix_exp`: a series of the halved matrix, squared again. NaN for a norm above 2,048."""
+    """`torch.matrix_exp`: a power series of the matrix, halved several times, then squared as often.
+
+    NaN for a norm above 2,048.
+    """
     norm = input.detach().abs().sum(-2, keepdim=True).amax(-1, keepdim=True)
     halvings = torch.log2(norm.clamp_min(0.5) * 2).ceil()
     small = input
@@ -53,7 +66,7 @@ def matrix_exp(input: Tensor) -> Tensor:
 
 
 class _InverseOfUnitriangular(torch.autograd.Function):
-    """The inverse of `I + x`, for an `x` with nothing but zeros on and below its diagonal."""
+    """The inverse of `I + x`, for a strictly upper triangular `x`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -66,3 +79,20 @@ class _InverseOfUnitriangular(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         inverse: Tensor = ctx.saved_tensors[0]
         return -inverse.mH @ gradients[0] @ inverse.mH
+
+
+class _LogDeterminant(torch.autograd.Function):
+    """The sign of a determinant and the logarithm of its absolute value, whose gradient is the inverse's transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        sign, logarithm, *_ = operation("_linalg_slogdet")(x)
+        ctx.save_for_backward(x)
+        ctx.mark_non_differentiable(sign)
+        return sign, logarithm
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        inverse: Tensor = torch.linalg.inv_ex(x).inverse  # `inv` would read a value to check for singularity
+        return gradients[1][..., None, None] * inverse.mT

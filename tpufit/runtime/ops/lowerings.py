@@ -1,72 +1,88 @@
-"""Operations and their lowerings: torch_xla computes an operation that has none on the host."""
+"""Operations and their lowerings: torch_xla computes an operation without a lowering on the host."""
 
 import warnings
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..release import beneath
-from . import linear_algebra
-
-_TOLD_APART = 256  # so many random numbers are rarely equal: one in 500 times
+from ..driver import driver
+from . import linear_algebra, reductions, resizing
+from .native import with_fallback
 
 _libraries: dict[str, torch.library.Library] = {}
 
-# An operation has a kernel of the device, or is made of others that have.
-_KEYS = ("XLA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
+# The device computes an operation by its kernel, or by a composite of other operations.
+_KEYS = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
 
 
 def has_kernel(operation: str) -> bool:
-    """True if the device computes `"aten::add.Tensor"`, or another, itself; else the host does, with a wait a step."""
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key) for key in _KEYS)
+    """True if the device computes an operation, e.g. `"aten::add.Tensor"`; else the host does, and each step waits."""
+    return any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(operation, key) for key in (driver().dispatch_key, *_KEYS)
+    )
 
 
 def falls_back(name: str) -> bool:
-    """True if the device computes no form of an operation.
+    """True if the device computes no overload of an operation.
 
     Example:
-        >>> falls_back("add"), falls_back("dim"), falls_back("histc")
-        (False, False, True)
+        >>> falls_back("add"), falls_back("dim"), falls_back("histc"), falls_back("view_as_real")
+        (False, False, True, False)
     """
+    known = _overloads(name)
+    copies = _overloads(f"{name}_copy")  # views are copies on the device
+    return bool(known) and not any(map(has_kernel, known + copies))
+
+
+def _overloads(name: str) -> list[str]:
     packet = getattr(torch.ops.aten, name, None)
-    forms = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
-    forms = [getattr(packet, form).name() for form in forms]
-    known = [form for form in forms if torch._C._dispatch_has_kernel(form)]  # others are of TorchScript only
-    return bool(known) and not any(map(has_kernel, known))
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    names = [getattr(packet, overload).name() for overload in overloads]
+    return [name for name in names if torch._C._dispatch_has_kernel(name)]  # without TorchScript's own overloads
 
 
-def lower_missing(backend: str = "XLA") -> None:
-    """Teach the device operations that torch_xla 2.9 lacks, or that end the process, for modules and functions alike.
+def lower_missing(backend: str) -> None:
+    """Register kernels for operations that torch_xla 2.9 lacks, computes differently, or crashes in.
 
-    Huber's loss has no kernel, nor have `vdot`, `householder_product` and `matrix_exp`, of which spectral and
-    orthogonal parametrizations are made. `nll_loss` of one sample is a segmentation fault, and so is `cross_entropy`,
-    which calls it. `roll` of an empty tensor divides by zero. `randperm` doesn't compile where several cores share the
-    rows that it shuffles. Values and gradients are PyTorch's, but for rounding where Huber's `delta` is not 1. The
-    backend is the dispatch key of the tensors; tests take `"CPU"`.
+    Huber's loss has no kernel, nor have `vdot`, `householder_product` and `matrix_exp`, which spectral and orthogonal
+    parametrizations use. `slogdet` and `logdet` have no gradient. `nll_loss` of one sample is a segmentation fault, and
+    so is `cross_entropy`, which calls it. Counts, norms and pairwise distances of some orders, and images resized by a
+    factor give different results. Values and gradients equal PyTorch's, up to rounding where Huber's `delta` isn't 1.
+    The backend is the dispatch key of the tensors; tests pass `"CPU"`.
     """
-    if backend not in _libraries:  # for good: taking a kernel back while another thread is in it would be a crash
-        library = _libraries[backend] = torch.library.Library("aten", "IMPL")
-        for key in (f"Autograd{backend}", backend):  # the latter for torch.inference_mode
-            library.impl("huber_loss", _huber_loss, key)
-            library.impl("nll_loss_nd", _nll_loss, key)
-            library.impl("vdot", linear_algebra.vdot, key)
-            library.impl("linalg_householder_product", linear_algebra.householder_product, key)
-            library.impl("linalg_matrix_exp", linear_algebra.matrix_exp, key)
-        if backend == "XLA":
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PyTorch says that it is replaced
-                library.impl("randperm", _randperm, backend)
-                key, native = beneath("aten::roll", backend)
-                library.impl("roll", partial(_roll, native), key, with_keyset=True)
+    if backend not in _libraries:  # permanent: removing a kernel while another thread runs it would crash
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch warns that a kernel is replaced
+            for key in (f"Autograd{backend}", backend):  # the latter for torch.inference_mode
+                library.impl("huber_loss", _huber_loss, key)
+                library.impl("nll_loss_nd", _nll_loss, key)
+                library.impl("vdot", linear_algebra.vdot, key)
+                library.impl("linalg_householder_product", linear_algebra.householder_product, key)
+                library.impl("linalg_matrix_exp", linear_algebra.matrix_exp, key)
+                library.impl("linalg_slogdet", linear_algebra.slogdet, key)
+                for form in ("count_nonzero", "count_nonzero.dim_IntList"):
+                    library.impl(form, reductions.count_nonzero, key)
+                for form in ("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype"):
+                    library.impl(form, reductions.norm, key)
+                for name, replacement in _PARTIAL.items():
+                    library.impl(name, with_fallback(name, replacement), key)
+        _libraries[backend] = library  # last, so that the next call retries after an error
+
+
+# These kernels return None where the native operation equals PyTorch's.
+_PARTIAL: dict[str, Callable[..., Tensor | None]] = {
+    "pdist": reductions.pdist,
+    "upsample_bilinear2d.vec": resizing.bilinear,
+    "upsample_nearest2d.vec": resizing.nearest,
+}
 
 
 def _huber_loss(input: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0) -> Tensor:
     if not delta > 0:
-        raise RuntimeError("huber_loss does not support non-positive values for delta.")  # as PyTorch says it
+        raise RuntimeError("huber_loss does not support non-positive values for delta.")  # PyTorch's message
     loss: Tensor = torch.ops.aten.smooth_l1_loss(input, target, reduction, beta=delta) * delta
     return loss
 
@@ -78,31 +94,6 @@ def _nll_loss(
     if input.dim() != 1:
         return native.decompose(input, target, weight, reduction, ignore_index)  # type: ignore[no-any-return]
     if target.dim():
-        F.nll_loss(torch.empty(input.shape), torch.empty(target.shape, dtype=torch.int64))  # PyTorch's own error
+        F.nll_loss(torch.empty(input.shape), torch.empty(target.shape, dtype=torch.int64))  # raises PyTorch's error
     loss: Tensor = native.decompose(input[None], target[None], weight, reduction, ignore_index)
     return loss if reduction else loss[0]
-
-
-def _randperm(
-    n: int,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-) -> Tensor:
-    """A random order, by sorting random numbers: again where float32 has too few of them to tell all places apart."""
-    if n < 0:
-        raise RuntimeError(f"n must be non-negative, got {n}")  # as PyTorch says it
-    order = torch.arange(n, device=device)
-    if n > 1:
-        order = torch.rand(n, dtype=torch.float32, device=device).argsort()
-    if n > _TOLD_APART:
-        order = order[torch.rand(n, dtype=torch.float32, device=device).argsort()]
-    return order.to(dtype or torch.int64)
-
-
-def _roll(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if tensor.device.type == "xla" and not tensor.numel():
-        return tensor.clone()
-    return native(keys, tensor, *args, **kwargs)

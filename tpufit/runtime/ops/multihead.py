@@ -1,7 +1,7 @@
 """`nn.MultiheadAttention` without merging rows with other dimensions.
 
-PyTorch's own merges time and rows to one dimension, and rows and heads to another. Rows that are split over the cores
-stay split in none of these, so that every core first gathers all of them.
+PyTorch's version merges time and rows into one dimension, and rows and heads into another. Rows that are split over the
+cores can't stay split in a merged dimension, so every core would gather all rows first.
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 
 @contextmanager
-def own_multihead() -> Iterator[None]:
+def replace_multihead() -> Iterator[None]:
     """A context in which `torch.nn.functional.multi_head_attention_forward` keeps its dimensions."""
     native = F.multi_head_attention_forward
 
     def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        found = _forward(*args, **kwargs)
-        return native(*args, **kwargs) if found is None else found
+        result = _forward(*args, **kwargs)
+        return native(*args, **kwargs) if result is None else result
 
     F.multi_head_attention_forward = forward
     try:
@@ -57,7 +57,7 @@ def _forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The arguments are PyTorch's; None for those that are left to it, such as all that it refuses."""
+    """Compute PyTorch's function; None for rare arguments, and for arguments that PyTorch refuses."""
     dropout = dropout_p if training else 0.0
     rare = (bias_k, bias_v, static_k, static_v, q_proj_weight, k_proj_weight, v_proj_weight)
     if any(x is not None for x in rare) or in_proj_weight is None or add_zero_attn or (need_weights and dropout):
@@ -89,14 +89,14 @@ def _forward(
     output = F.linear(y.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     if not need_weights:
         return output, None
-    # Once more, which XLA leaves out if nobody looks at them.
+    # The weights are computed a second time; XLA removes this if nobody reads them.
     scores = q @ k.mT * (width // num_heads) ** -0.5
     weights = torch.softmax(scores if mask is None else scores + mask, -1)
     return output, weights.mean(1) if average_attn_weights else weights
 
 
 def _summand(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to the scores."""
+    """Convert a mask to a tensor that is added to the scores."""
     if mask.dtype is not torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, float("-inf"))

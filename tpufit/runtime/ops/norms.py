@@ -1,7 +1,7 @@
 """Batch, instance, group and layer norm as means and variances, which stay split over the cores.
 
-XLA has one operation for all four, for which every core first gathers all rows. Sums over rows are computed where the
-rows are: for batch norm a few numbers per channel travel between cores, for the others nothing.
+XLA has one operation for all four norms, for which every core first gathers all rows. Here each core sums over its own
+rows: for batch norm, cores exchange a few numbers per channel; for the other norms, nothing.
 """
 
 import math
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..trace_context import trace_context
 
 
 def _channel_norm(
@@ -25,7 +27,7 @@ def _channel_norm(
     cudnn_enabled: bool,
     over_rows: bool,
 ) -> Tensor | None:
-    """Batch norm, or instance norm, whose statistics are not over the rows."""
+    """Batch norm; instance norm if the statistics aren't computed over the rows."""
     if input.dim() < 2 or not _fit(input, (input.shape[1],), running_mean, running_var, weight, bias):
         return None
     if (running_mean is None) != (running_var is None):
@@ -36,18 +38,18 @@ def _channel_norm(
     if training:
         if count < 2:
             return None
-        y, mean, variance = _normalised(input, dims, eps, weight, bias, over_channels)
+        y, mean, variance = _normalize(input, dims, eps, weight, bias, over_channels)
         with torch.no_grad():
-            for running, now in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
+            for running, current in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
                 if running is not None:
-                    now = now if over_rows else now.mean(0)  # of instances it is the mean over the batch
-                    running.copy_(momentum * now.flatten() + (1 - momentum) * running)
+                    current = current if over_rows else current.mean(0)  # instance norm averages over the batch
+                    running.copy_(momentum * current.flatten() + (1 - momentum) * running)
     else:
         if running_mean is None or running_var is None:
             return None
         scale = (running_var.view(over_channels) + eps).rsqrt()
         scale = scale if weight is None else scale * weight.view(over_channels)
-        y = (_widened(input) - running_mean.view(over_channels)) * scale
+        y = (_widen(input) - running_mean.view(over_channels)) * scale
         y = y if bias is None else y + bias.view(over_channels)
     return y.to(input.dtype)
 
@@ -66,8 +68,8 @@ def group_norm(
         return None
     x = input.unflatten(1, (num_groups, -1))
     shape = (num_groups, -1, *(1,) * (input.dim() - 2))
-    y, _, _ = _normalised(x, tuple(range(2, x.dim())), eps, weight, bias, shape)
-    return y.flatten(1, 2).to(_promoted(input, weight, bias))
+    y, _, _ = _normalize(x, tuple(range(2, x.dim())), eps, weight, bias, shape)
+    return y.flatten(1, 2).to(_promote(input, weight, bias))
 
 
 def layer_norm(
@@ -81,12 +83,12 @@ def layer_norm(
     shape = tuple(normalized_shape)
     if not shape or tuple(input.shape[-len(shape) :]) != shape or not _fit(input, shape, weight, bias):
         return None
-    y, _, _ = _normalised(input, tuple(range(-len(shape), 0)), eps, weight, bias, shape)
-    return y.to(_promoted(input, weight, bias))
+    y, _, _ = _normalize(input, tuple(range(-len(shape), 0)), eps, weight, bias, shape)
+    return y.to(_promote(input, weight, bias))
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor | None:
-    """The norm of a weight. torch_xla has no lowering for the native operation, and runs it on the host."""
+    """Weight normalization. torch_xla has no lowering for the native operation, and runs it on the host."""
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
@@ -94,8 +96,20 @@ batch_norm = partial(_channel_norm, over_rows=True)
 instance_norm = partial(_channel_norm, over_rows=False)
 
 
+def batch_norm_in_autocast(*args: Any) -> Tensor:
+    """Batch norm as in CUDA's autocast: in the dtype of its input, with statistics in float32.
+
+    XLA's autocast first converts the input to float32, which doubles the bytes that a convolutional network moves.
+    """
+    if not trace_context().uses_kernels:
+        args = tuple(a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+    with torch.autocast("xla", enabled=False):
+        result: Tensor = torch.ops.aten.batch_norm(*args)
+        return result
+
+
 class _Normalised(torch.autograd.Function):
-    """A normalised tensor with its mean and variance; its gradient keeps the input itself and no second array."""
+    """Returns a normalised tensor with its mean and variance; the backward pass keeps only the input."""
 
     @staticmethod
     def forward(
@@ -103,7 +117,7 @@ class _Normalised(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         mean, variance = _moments(input, dims)
         scale = (variance + eps).rsqrt()
-        y = (_widened(input) - mean) * (scale if weight is None else scale * weight)
+        y = (_widen(input) - mean) * (scale if weight is None else scale * weight)
         y = y if bias is None else y + bias
         ctx.save_for_backward(input, weight, bias, mean, scale)
         ctx.dims = dims
@@ -118,9 +132,9 @@ class _Normalised(torch.autograd.Function):
         if torch.is_grad_enabled():  # a second derivative goes through the moments too
             mean, variance = _moments(input, dims)
             scale = (variance + ctx.eps).rsqrt()
-        gradient = _widened(gradient)
-        normal = (_widened(input) - mean) * scale
-        # Over dims a parameter is one number, as of a channel: its sums are those that the moments need.
+        gradient = _widen(gradient)
+        normal = (_widen(input) - mean) * scale
+        # If parameters are constant along `dims`, e.g. one number per channel, they need the same sums as the moments.
         constant = all(p is None or all(p.shape[i] == 1 for i in dims) for p in (weight, bias))
         inner = gradient if constant or weight is None else gradient * weight
         mean_of_inner = inner.mean(dims, keepdim=True)
@@ -139,7 +153,7 @@ class _Normalised(torch.autograd.Function):
         )
 
 
-def _normalised(
+def _normalize(
     input: Tensor,
     dims: tuple[int, ...],
     eps: float,
@@ -147,9 +161,9 @@ def _normalised(
     bias: Tensor | None,
     shape: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise over some dimensions; also the mean and the variance, with these dimensions of size 1.
+    """Normalise over `dims`, and return also the mean and the variance, in which these dimensions have size 1.
 
-    Weight and bias are of `shape`, beside the last dimensions of the input. `eps` is added to the variance.
+    Weight and bias have `shape`, aligned with the last dimensions of the input. `eps` is added to the variance.
     """
     shape = (1,) * (input.dim() - len(shape)) + shape
     weight, bias = (None if p is None else p.view(shape) for p in (weight, bias))
@@ -158,12 +172,12 @@ def _normalised(
 
 
 def _moments(input: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Mean and variance in float32 at least.
+    """Return mean and variance, at least in float32.
 
-    E[x^2] - E[x]^2 takes one pass, but cancels. Where it would, a half-precision input has been rounded by more than
-    the deviation that is lost: by about 2^-9 of the mean in bfloat16, where float32 loses some 2^-12 of it.
+    E[x^2] - E[x]^2 takes one pass, but loses digits by cancellation. For half-precision inputs the loss is smaller than
+    their rounding: about 2^-12 of the mean in float32, against 2^-9 in bfloat16.
     """
-    x = _widened(input)
+    x = _widen(input)
     mean = x.mean(dims, keepdim=True)
     if input.dtype is x.dtype:
         return mean, (x - mean).square().mean(dims, keepdim=True)
@@ -174,9 +188,9 @@ def _fit(input: Tensor, shape: tuple[int, ...], *parameters: Tensor | None) -> b
     return input.is_floating_point() and all(p is None or tuple(p.shape) == shape for p in parameters)
 
 
-def _widened(input: Tensor) -> Tensor:
+def _widen(input: Tensor) -> Tensor:
     return input.to(torch.promote_types(input.dtype, torch.float32))
 
 
-def _promoted(*tensors: Tensor | None) -> torch.dtype:
+def _promote(*tensors: Tensor | None) -> torch.dtype:
     return reduce(torch.promote_types, [t.dtype for t in tensors if t is not None])

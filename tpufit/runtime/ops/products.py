@@ -1,7 +1,7 @@
-"""Products of tensors of three dimensions and more, which keep their dimensions.
+"""Products of tensors with three or more dimensions, which keep their dimensions.
 
-torch_xla flattens them to matrices. Rows that the cores don't share evenly can't be flattened where they are, so every
-core first gathers all of them; and the compiler copies what it then has to lay out anew.
+torch_xla flattens the tensors to matrices. Rows that aren't divided evenly among the cores can't be flattened in place,
+so every core gathers all rows first; and the compiler copies tensors to change their layout.
 """
 
 from collections.abc import Callable
@@ -11,24 +11,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .residuals import keeps, residual
+from .residuals import compute_residual, keeps_residuals
 
 
 class _Product(torch.autograd.Function):
-    """A product by an Einstein sum, whose gradients are such products too.
+    """A product as an Einstein sum, whose gradients are such products too.
 
-    Each index must be of two of the three tensors, so that no gradient is a broadcast.
+    Each index must occur in two of the three tensors, so that no gradient is a broadcast.
     """
 
     @staticmethod
     def forward(ctx: Any, equation: str, a: Tensor, b: Tensor, kept: bool) -> Tensor:
         ctx.equation = equation
         _, needs_a, needs_b, _ = ctx.needs_input_grad
-        # As PyTorch's: what no gradient needs may be written into after this.
+        # As in PyTorch, a tensor that no gradient needs may be modified afterwards.
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
         if not kept:
             return torch.einsum(equation, a, b)
-        (result,), _ = residual(lambda: [torch.einsum(equation, a, b)])
+        (result,), _ = compute_residual(lambda: [torch.einsum(equation, a, b)])
         return result
 
     @staticmethod
@@ -45,10 +45,10 @@ class _Product(torch.autograd.Function):
 
 
 def product(equation: str, a: Tensor, b: Tensor, kept: bool = False) -> Tensor:
-    """Multiply two tensors and add up, in one operation of XLA.
+    """Multiply and sum two tensors in one operation of XLA.
 
-    The equation is as in `torch.einsum`, without an ellipsis; each index is of two of the three tensors. A region that
-    keeps products keeps this one if it is to be `kept`.
+    The equation is as in `torch.einsum`, without an ellipsis; each index occurs in two of the three tensors. If `kept`,
+    a region that keeps products keeps this one.
 
     Example:
         >>> product("ij,jk->ik", torch.ones(2, 3), torch.ones(3, 4)).shape
@@ -58,9 +58,9 @@ def product(equation: str, a: Tensor, b: Tensor, kept: bool = False) -> Tensor:
     return result
 
 
-class _Given(NamedTuple):
-    """What a result of `linear` is made of, the versions of these tensors, which count the writes into each, and what
-    to call if it is computed in parts instead."""
+class _Inputs(NamedTuple):
+    """The inputs of `linear`, their versions, which change when they are modified, and a function that drops the kept
+    result, for use when it is computed in parts instead."""
 
     tensors: tuple[Tensor, Tensor, Tensor | None]
     versions: list[int]
@@ -68,10 +68,10 @@ class _Given(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """Rows of any dimension by a weight, in ranges of its outputs, which together are all of them.
+    """A linear layer whose outputs are computed in consecutive ranges, one product each.
 
-    As one range it is `torch.nn.functional.linear`. As several, each is a product of its own, and the gradients are
-    those of one product: slices of a whole result are copies on a TPU, but their gradients are joined for nothing.
+    With one range it is `torch.nn.functional.linear`. With several, the gradients are still computed by one product. On
+    a TPU, slices of a whole result would be copies, but concatenating their gradients costs nothing.
     """
 
     @staticmethod
@@ -81,18 +81,18 @@ class _Linear(torch.autograd.Function):
         ctx.dtype = input.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         rows = ascii_lowercase[: input.dim() - 1]
-        parts, forget = residual(
+        parts, forget = compute_residual(
             lambda: [torch.einsum(f"{rows}y,zy->{rows}z", input, part) for part in weight.split(sizes)]
         )
-        ctx.given = _Given((input, weight, bias), _versions(input, weight, bias), forget)
+        ctx.inputs = _Inputs((input, weight, bias), _versions(input, weight, bias), forget)
         if bias is None:
             return tuple(parts)
-        return tuple(part + own for part, own in zip(parts, bias.split(sizes), strict=True))
+        return tuple(part + summand for part, summand in zip(parts, bias.split(sizes), strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         input, weight = ctx.saved_tensors
-        ctx.given = None  # a graph that outlives its step must not keep them
+        ctx.inputs = None  # a graph that outlives its step must not keep them
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gradient = (gradients[0] if len(gradients) == 1 else torch.cat(gradients, -1)).to(ctx.dtype)
         rows = ascii_lowercase[: gradient.dim() - 1]
@@ -109,9 +109,9 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """`torch.nn.functional.linear`; of more than a matrix, in our own words."""
-    matrix = input.dim() == 2 and not keeps()
-    if bias is not None and matrix:  # PyTorch's own words, to which the way back is long
+    """`torch.nn.functional.linear`; inputs with more than two dimensions keep their dimensions."""
+    matrix = input.dim() == 2 and not keeps_residuals()
+    if bias is not None and matrix:  # the same operation as PyTorch's, called directly to save host time
         flat: Tensor = torch.ops.aten.addmm(bias, input, weight.t())
         return flat
     rows = input.dim() > 2 or (input.dim() == 2 and not matrix)
@@ -122,19 +122,18 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor 
     return y[0]
 
 
-def divided(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...] | None:
-    """Compute a result of `linear` once more, as several products of these sizes. XLA leaves the first one out.
+def split_linear(x: Tensor, sizes: list[int]) -> tuple[Tensor, ...] | None:
+    """Recompute a result of `linear` as several products of these sizes. XLA removes the unused first product.
 
-    It is None if the tensor isn't such a result, if what it was made of has been written into since, or if its own
-    gradient is asked for.
+    None if the tensor isn't a result of `linear`, if its inputs have been modified since, or if its gradient is needed.
     """
-    given = getattr(x.grad_fn, "given", None)
-    if not isinstance(given, _Given) or _versions(*given.tensors) != given.versions:
+    inputs = getattr(x.grad_fn, "inputs", None)
+    if not isinstance(inputs, _Inputs) or _versions(*inputs.tensors) != inputs.versions:
         return None
     if x._backward_hooks or x.retains_grad:
         return None
-    given.forget()
-    parts: tuple[Tensor, ...] = _Linear.apply(*given.tensors, sizes)  # type: ignore[no-untyped-call]
+    inputs.forget()
+    parts: tuple[Tensor, ...] = _Linear.apply(*inputs.tensors, sizes)  # type: ignore[no-untyped-call]
     return parts
 
 
@@ -143,7 +142,7 @@ def _versions(*tensors: Tensor | None) -> list[int]:
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor | None:
-    """`torch.matmul` of more than a matrix by a matrix, or by as many matrices."""
+    """`torch.matmul` of a tensor with three or more dimensions by one matrix, or by a matrix for each of its own."""
     if input.dim() < 3 or other.dim() < 2 or input.shape[-1] != other.shape[-2]:
         return None
     if not _can_multiply(input, other) or not input.numel():

@@ -1,4 +1,4 @@
-"""`residual`: results that a region keeps for its repetition in the backward pass, which computes the rest again."""
+"""`compute_residual`: results that a region keeps for its backward pass, which recomputes the other results."""
 
 from __future__ import annotations
 
@@ -7,85 +7,72 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-Results = Sequence[Tensor]
+from ..trace_context import Results, trace_context, tracing_with
 
 
 class Residuals:
     """The results that a region keeps, in the order in which it computes them."""
 
     def __init__(self) -> None:
-        self.kept: list[Results] = []  # of each computation; none of one that was forgotten
-        self._given: Iterator[Results] | None = None
+        self.kept: list[Results] = []  # the results of each computation; an empty list if they were dropped
+        self._reused: Iterator[Results] | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is kept."""
+        """All tensors that are kept."""
         return [tensor for results in self.kept for tensor in results]
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def keep(self) -> Iterator[None]:
         """A context in which the region is computed for the first time."""
-        with _set(self):
+        with tracing_with(residual=self.take):
             yield
 
     @contextmanager
-    def giving(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """A context in which the region is repeated, with these tensors instead of `tensors`."""
-        left = iter(tensors)
-        self._given = iter([[next(left) for _ in results] for results in self.kept])
-        with _set(self):
+    def reuse(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """A context in which the region is recomputed, and these tensors are used in place of `tensors`."""
+        remaining = iter(tensors)
+        self._reused = iter([[next(remaining) for _ in results] for results in self.kept])
+        with tracing_with(residual=self.take):
             yield
 
     def take(self, compute: Callable[[], Results]) -> tuple[Results, Callable[[], None]]:
-        """See `residual`."""
-        if self._given is not None:
-            return next(self._given) or compute(), _nothing
+        """See `compute_residual`."""
+        if self._reused is not None:
+            return next(self._reused) or compute(), _drop_nothing
         results = compute()
-        place = len(self.kept)
-        # Copies, which cost nothing: what is written into a result isn't what the repetition begins with.
+        index = len(self.kept)
+        # Copies, which cost nothing in a graph, so that later writes into a result don't reach the recomputation.
         self.kept.append([result.clone() for result in results])
 
         def forget() -> None:
-            self.kept[place] = []
+            self.kept[index] = []
 
         return results, forget
 
 
-_current: Residuals | None = None
-
-
-def keeps() -> bool:
+def keeps_residuals() -> bool:
     """True inside of a region that keeps results."""
-    return _current is not None
+    return trace_context().residual is not None
 
 
-def residual(compute: Callable[[], Results]) -> tuple[Results, Callable[[], None]]:
-    """Compute tensors, without random numbers, or take those that the region has kept.
+def compute_residual(compute: Callable[[], Results]) -> tuple[Results, Callable[[], None]]:
+    """Compute tensors, without random numbers, or return the tensors that the region has kept.
 
-    With them comes a function to call if they aren't used after all, so that they aren't kept either.
+    The second result is a function that drops the kept tensors; call it if they aren't used.
 
     Example:
         >>> import torch
         >>> region, x = Residuals(), torch.ones(2)
-        >>> with region.keeping():
-        ...     _ = residual(lambda: [x + 1])
-        >>> with region.giving(region.tensors):
-        ...     residual(lambda: [x * 0])[0]
+        >>> with region.keep():
+        ...     _ = compute_residual(lambda: [x + 1])
+        >>> with region.reuse(region.tensors):
+        ...     compute_residual(lambda: [x * 0])[0]
         [tensor([2., 2.])]
     """
-    return (compute(), _nothing) if _current is None else _current.take(compute)
+    take = trace_context().residual
+    return (compute(), _drop_nothing) if take is None else take(compute)
 
 
-@contextmanager
-def _set(region: Residuals) -> Iterator[None]:
-    global _current
-    before = _current
-    _current = region
-    try:
-        yield
-    finally:
-        _current = before
-
-
-def _nothing() -> None:
-    """Forget what isn't kept."""
+def _drop_nothing() -> None:
+    """Drop nothing, because nothing is kept."""

@@ -1,7 +1,7 @@
-"""Views of a tensor, found out: the same elements straight from the tensor that they are of.
+"""Resolves views: reads their elements directly from the base tensor.
 
-XLA computes each view as it comes. One that merges the rows with another dimension, or moves a whole stack of
-projections about, costs copies on each core, where its parts, taken from the tensor itself, cost nothing.
+XLA computes each view literally. A view that merges rows with another dimension, or transposes a whole stack of
+projections, costs copies on each core; the same elements, sliced from the base tensor, cost nothing.
 """
 
 import itertools
@@ -12,60 +12,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .products import divided
+from .products import split_linear
 
 
-def unflattened(x: Tensor) -> Tensor:
-    """Take back the flattening of a tensor's leading dimensions, as of a batch's logits `(batch * time, classes)`.
+def restore_rows(x: Tensor) -> Tensor:
+    """Undo the flattening of a tensor's leading dimensions, e.g. of logits `(batch * time, classes)`.
 
     Returns:
-        The tensor that it is a view of, if that has the same elements in the same order and the same last dimension;
-        else `x`.
+        The base of the view, if it has the same elements in the same order and the same last dimension; else `x`.
 
     Example:
-        >>> unflattened(torch.zeros(2, 3, 5).flatten(0, 1)).shape
+        >>> restore_rows(torch.zeros(2, 3, 5).flatten(0, 1)).shape
         torch.Size([2, 3, 5])
     """
-    found = _layout(x)
-    if found is None:
+    layout = _layout(x)
+    if layout is None:
         return x
-    base, start, strides = found
+    base, start, strides = layout
     same = base.dim() > 1 and base.numel() == x.numel() and base.shape[-1] == x.shape[-1]
     return base if same and (start, strides) == (0, _contiguous(x.shape)) else x
 
 
-def direct(*tensors: Tensor) -> list[Tensor]:
-    """Take parts of a tensor's last dimension straight from it.
+def slice_base(*tensors: Tensor) -> list[Tensor]:
+    """Slice parts of a tensor's last dimension directly from the tensor.
 
-    Where they are all that a linear layer has computed, each becomes a product of its own. Else the gradients of parts
-    of the same tensor are joined to its own one: those of PyTorch's views would each be filled up with zeros and added,
-    by masks on torch_xla.
+    If the parts cover the whole output of a linear layer, each part becomes a separate product. Otherwise the gradients
+    of parts of the same tensor are concatenated. PyTorch's views would pad each gradient with zeros and add them, which
+    torch_xla does with masks.
 
     Args:
         tensors: Tensors, such as queries, keys and values `(batch, heads, time, size)`, of a projection
             `(batch, time, 3 * width)` that was split, permuted and unbound.
 
     Returns:
-        The same elements, as slices of the projection, then reshaped and transposed; the tensors themselves where that
-        can't be done.
+        The same elements, sliced from the projection, then reshaped and transposed; a tensor for which this isn't
+        possible is returned unchanged.
 
     Example:
         >>> q, k, v = torch.arange(48.0).view(2, 4, 6).unflatten(2, (3, 1, 2)).permute(2, 0, 3, 1, 4)
-        >>> torch.equal(direct(q, k, v)[1], k)
+        >>> torch.equal(slice_base(q, k, v)[1], k)
         True
     """
     places = [_place(x) for x in tensors]
     bases = {id(place.base): place.base for place in places if place}
     parts: dict[tuple[int, int, int], Tensor] = {}
-    taken: tuple[Tensor, ...] | None
+    slices: tuple[Tensor, ...] | None
     for name, base in bases.items():
         ranges = sorted({(place.start, place.size) for place in places if place and place.base is base})
         disjoint = all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ranges))
         sizes = [size for _, size in ranges]
-        for together in [ranges] if disjoint else [[one] for one in ranges]:
-            taken = divided(base, sizes) if disjoint and sum(sizes) == base.shape[-1] else None
-            taken = taken or _Parts.apply(base, together)  # type: ignore[no-untyped-call]
-            parts |= {(name, *one): part for one, part in zip(together, taken, strict=True)}
+        for group in [ranges] if disjoint else [[one] for one in ranges]:
+            slices = split_linear(base, sizes) if disjoint and sum(sizes) == base.shape[-1] else None
+            slices = slices or _Parts.apply(base, group)  # type: ignore[no-untyped-call]
+            parts |= {(name, *start_and_size): part for start_and_size, part in zip(group, slices, strict=True)}
     return [
         parts[id(place.base), place.start, place.size].unflatten(-1, place.sizes).permute(place.order) if place else x
         for x, place in zip(tensors, places, strict=True)
@@ -74,7 +73,7 @@ def direct(*tensors: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor's elements are: in which range of another one's last dimension, in which sizes and order."""
+    """The location of a tensor's elements: a range of the base's last dimension, its shape, and the permutation."""
 
     base: Tensor
     start: int
@@ -87,12 +86,12 @@ class _Place:
 
 
 def _place(x: Tensor) -> _Place | None:
-    found = _layout(x)
-    if found is None:
+    layout = _layout(x)
+    if layout is None:
         return None
-    base, start, strides = found
-    # A dimension with a stride of the base's leading ones goes over its rows, any other over a range in a row. Only if
-    # the former go over all rows, in order, and the latter over one range, is the view a slice that was reshaped.
+    base, start, strides = layout
+    # A dimension whose stride is one of the base's leading strides runs over rows, any other within a row. The view is
+    # a reshaped slice only if the former cover all rows in order, and the latter one range of each row.
     outer = {stride: i for i, stride in enumerate(_contiguous(base.shape)[:-1])}
     inner = [i for i, stride in enumerate(strides) if stride not in outer]
     inner.sort(key=lambda i: -strides[i])
@@ -112,7 +111,7 @@ def _place(x: Tensor) -> _Place | None:
 
 
 class _Parts(torch.autograd.Function):
-    """Ranges of a tensor's last dimension, which don't overlap, in order."""
+    """Slices a tensor's last dimension into ordered, disjoint ranges."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
@@ -132,18 +131,18 @@ class _Parts(torch.autograd.Function):
 
 
 def chunks(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor] | None:
-    """`torch.unsafe_chunk`, of the gates of a recurrent cell. torch_xla picks them by indices, one by one."""
+    """`torch.unsafe_chunk`, as for the gates of a recurrent cell. torch_xla gathers the chunks by indices."""
     if x.dim() == 0 or chunks < 1 or not -x.dim() <= dim < x.dim() or not x.shape[dim]:
         return None
-    # Copies, as their owner may write into them.
+    # Copies, because the caller may write into them.
     parts: list[Tensor] = torch.ops.aten.split_copy.Tensor(x, -(-x.shape[dim] // chunks), dim)
     return parts
 
 
 def _layout(x: Tensor) -> tuple[Tensor, int, tuple[int, ...]] | None:
-    """Where a view's elements lie: in which tensor, from which element on, and how far apart along each dimension.
+    """Return a view's base, the offset of its first element, and its strides.
 
-    None for what is no view, and where a gradient or a hook of the view itself must be kept.
+    None if the tensor isn't a view, or if a gradient or a hook of the view itself must be kept.
     """
     base = x._base
     if base is None or base.numel() == 0 or x.dtype is not base.dtype or x.dim() == 0:
@@ -151,17 +150,17 @@ def _layout(x: Tensor) -> tuple[Tensor, int, tuple[int, ...]] | None:
     if x.requires_grad is not base.requires_grad or x._backward_hooks or x.retains_grad or not _only_views(x, base):
         return None
     try:
-        # The views are computed once more, of a tensor without memory: a device's own tensors don't tell their strides.
+        # The views are recomputed on a meta tensor, because the device's tensors don't report their strides.
         view: Tensor = x._view_func_unsafe(torch.empty(base.shape, dtype=base.dtype, device="meta"))
-    except RuntimeError:  # memory has no strides for it; XLA has views that copy
+    except RuntimeError:  # no strides describe it: some of XLA's views are copies
         return None
     return base, int(view.storage_offset()), view.stride()
 
 
 def _only_views(x: Tensor, base: Tensor) -> bool:
-    """True if the gradient of a view goes to its base by way of views alone.
+    """True if the gradient of a view reaches its base only through views.
 
-    An `autograd.Function` may return a view too: that of a module's backward hook does.
+    An `autograd.Function` may return a view too, e.g. the function of a module's backward hook.
     """
     node: Any = x.grad_fn
     while node is not None and node is not base.grad_fn and node.next_functions:

@@ -1,0 +1,140 @@
+"""A preflight's trace on TorchTPU, without a TPU or another plugin, gives the program of a fit."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.runtime("torch_tpu")
+
+TRACE = """
+    import json, sys
+    from pathlib import Path
+    import torch, tpufit
+    from torch import nn
+    from tpufit.preflight.plan import TRACED
+    from tpufit.preflight.runs import PreflightRun
+    from tpufit.preflight.slices import slice_of
+    from tpufit.data.user_data import recognize
+    from tpufit.trainer.arguments import TrainingData, ValidationData
+
+    def traced(net, on, rows, compile=None, **data):
+        model = tpufit.Model(net)
+        model.compile(**(compile or {"optimizer": "adamw", "loss": "cross_entropy", "metrics": ["accuracy"]}))
+        folder = Path(on)
+        folder.mkdir()
+        train = TrainingData(recognize(**data), batch_size=rows)
+        run = PreflightRun(model._engine, train, ValidationData(), None, 300.0, False)
+        run.trace(run.plan(slice_of(on)), folder)
+        return json.loads((folder / TRACED).read_text()), (folder / "0.hlo").read_text()
+"""
+
+
+def test_the_traced_program_equals_the_step(run_python, tmp_path):
+    code = f"""
+    {TRACE}
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3), torch.randn(8, 1)
+    net = nn.Linear(3, 1)
+    facts, text = traced(net, "v5e-1", 8, {{"optimizer": "sgd", "loss": "mse"}}, x=x, y=y)
+    torch.save([x, y, net.weight.detach(), net.bias.detach(), text, facts["0"]["arguments"]], "step.pt")
+    """
+    ended = run_python(code, env={"TPU_LIBRARY_PATH": None})
+    assert ended.returncode == 0, ended.stderr
+    code = """
+    import torch, tpufit
+    from torch.nn import functional as F
+    from tpufit import runtime
+    from tpufit.drivers.torchtpu.modes import computing
+    from tpufit.drivers.torchtpu.programs import compile_text
+
+    runtime.start(1, "test")
+    x, y, weight, bias, text, arguments = torch.load("step.pt")
+    known = {"weight": weight, "bias": bias}
+    inputs = iter([x, y])
+    given = []
+    for one in arguments:
+        if one["source"] == "state" and one["name"]:
+            value = known[one["name"]]
+        elif one["source"] == "input" and one["shape"][:1] == [8]:
+            value = next(inputs)
+        else:  # the rate, and sums
+            value = torch.full(one["shape"], 0.01 if one["source"] == "input" else 0.0)
+        given.append(value)
+    with computing():
+        program, _ = compile_text(text)
+        results = [r.cpu() for r in program([value.to("tpu") for value in given])]
+    weight, bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+    F.mse_loss(x @ weight.T + bias, y).backward()
+    torch.testing.assert_close(results[:2], [weight.detach() - 0.01 * weight.grad, bias.detach() - 0.01 * bias.grad])
+    assert text.count("tf.aliasing_output") == 2
+    print("done")
+    """
+    ended = run_python(code)
+    assert ended.stdout.strip() == "done", ended.stderr
+
+
+def test_the_program_of_8_cores_has_all_shardings(run_python):
+    code = f"""
+    {TRACE}
+    net = nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.LayerNorm(32), nn.Dropout(0.1), nn.Linear(32, 10))
+    x, y = torch.zeros(200, 4, dtype=torch.int64), torch.zeros(200, dtype=torch.int64)
+    facts, text = traced(net, "v5e-8", 16, x=x, y=y)
+    head = text[: text.index("return")].partition(") -> ")[0]
+    print(json.dumps([facts, head, "num_partitions = 8" in text, text.count("stablehlo.while")]))
+    """
+    ended = run_python(code, env={"TPU_LIBRARY_PATH": None})
+    assert ended.returncode == 0, ended.stderr
+    facts, head, parted, _ = json.loads(ended.stdout)
+    step = facts["0"]
+    assert parted and step["role"] == "train" and step["rows"] == 128
+    of_state = [one for one in step["arguments"] if one["source"] == "state"]
+    assert head.count("tf.aliasing_output") == len(of_state) > 12
+    rows = [one for one in step["arguments"] if one["axis"] == 0]
+    assert [one["shape"] for one in rows] == [[128, 4], [128]]
+    assert head.count("devices=[8,1]<=[8]") == head.count("devices=[8]<=[8]") == 1
+    assert head.count("{replicated}") == len(step["arguments"]) - 2
+
+
+def test_an_lstm_is_products_in_the_format_of_autocast(run_python):
+    code = f"""
+    {TRACE}
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(3, 8, num_layers=2, batch_first=True, dropout=0.5)
+            self.head = nn.Linear(8, 10)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0][:, -1])
+
+    how = {{"optimizer": "sgd", "loss": "cross_entropy", "precision": "bf16"}}
+    _, text = traced(Net(), "v5e-1", 4, how, x=torch.zeros(4, 5, 3), y=torch.zeros(4, dtype=torch.int64))
+    products = [line for line in text.splitlines() if "stablehlo.dot" in line]
+    print(len(products) >= 20 and all("bf16>" in line.partition(" : ")[2] for line in products))
+    """
+    ended = run_python(code, env={"TPU_LIBRARY_PATH": None})
+    assert ended.stdout.strip() == "True", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("x * torch.rand(x.shape, device=x.device)", "draws random numbers by aten::rand"),
+        ("x if x.sum() > 0 else -x", "reads a value"),
+    ],
+)
+def test_steps_that_need_a_device_are_refused(run_python, body, said):
+    code = f"""
+    {TRACE}
+    class Net(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            return {body}
+
+    try:
+        traced(Net(3, 10), "v5e-8", 2, x=torch.zeros(16, 3), y=torch.zeros(16, dtype=torch.int64))
+    except tpufit.errors.PreflightError as error:
+        print(error)
+    """
+    ended = run_python(code, env={"TPU_LIBRARY_PATH": None})
+    assert said in ended.stdout, ended.stderr

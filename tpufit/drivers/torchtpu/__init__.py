@@ -1,0 +1,35 @@
+"""TorchTPU: everything that names torch_tpu is in this package.
+
+| file | its idea |
+| --- | --- |
+| `driver` | the engine's `Driver` for TorchTPU |
+| `names` | the private names of torch_tpu that tpufit uses, and the tested releases |
+| `start` | imports and starts torch_tpu without output |
+| `placement` | a placement on one core, or on several that act as one |
+| `one_core` | tensors and programs of one core |
+| `absent` | absent cores, for a preflight |
+| `core_group` | tensors and programs of several cores, each driven by its own process |
+| `core_lines` | the other cores' processes, and the connections to them |
+| `core_process` | the process of another core |
+| `messages` | the messages between these processes |
+| `indices` | 32-bit indices, which several cores need |
+| `host` | this host's number, and the number of hosts |
+| `launch` | the cores of this host, and the environment variables that select them |
+| `modes` | operations are computed, or only recorded |
+| `tensors` | the identity of a tensor's memory |
+| `session` | a trace: its inputs, new tensors and changes |
+| `programs` | the text of a trace's graph, compiled and run |
+| `compile_cache` | compiled programs of earlier processes, in the user's cache folder |
+| `layouts` | how a graph's tensors are split over the cores |
+| `products` | matrix products in a graph's text keep their dimensions |
+| `slices` | slices in a graph's text take tensors before dimensions are merged |
+| `shapes` | shapes in a graph's text, and the operations that have changed them |
+| `seeds` | the random numbers of a trace |
+| `kernels` | replacements for kernels that TorchTPU lacks, or that read a value on the host |
+| `reads` | values that user code reads |
+| `bits` | the random bits of a dropout |
+"""
+
+from .driver import TorchTpuDriver
+
+DRIVER = TorchTpuDriver()

@@ -1,0 +1,446 @@
+"""`CoreGroup`: several cores, each driven by its own process, and their copies or parts of the user's tensors.
+
+The user's process drives the first core. All processes compile and run each program together: XLA has split it, and its
+parts communicate. So before the first core runs a program, it tells the other cores to run it.
+
+A tensor that is split over the cores is one of TorchTPU's placeholders: it has the shape of the whole tensor, but no
+memory. The first core's part is kept here.
+
+Each of several hosts has a user's process, which drives the host's first core, and sends messages to the host's other
+cores. All users' processes run the same script, and so the same programs in the same order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from operator import add, iadd, itemgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...errors import PlacementError, StartError
+from ...hosts import all_reduce_max
+from ...runtime.aliases import storage_of
+from .core_lines import CoreLines, called
+from .host import Host
+from .messages import Compile, Fetch, Part, Put, Run, align, own_part
+from .modes import computing, noting
+from .names import names
+from .one_core import OneCore, Program
+from .programs import compile_text, shard_text, text_of
+from .tensors import handle_of
+
+_OUTPUTS = 1 << 16  # the numbers reserved for a program's outputs
+
+
+class _Known(NamedTuple):
+    """A tensor that all processes have."""
+
+    number: int
+    memory: StorageWeakRef  # the tensor's storage; no other gets its address while this refers to it
+    version: int  # PyTorch's count of changes
+    axis: int | None = None  # the dimension that is split over the cores
+    # Programs take `among[at]` in place of the tensor: its part, or a copy that all processes have received.
+    among: Sequence[Tensor] = ()
+    at: int = 0
+
+    @property
+    def given(self) -> Tensor | None:
+        """The tensor that programs take in place of this one; None if they take this one."""
+        return self.among[self.at] if self.among else None
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A program's output that is split over the cores."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    axis: int
+
+
+@dataclass
+class _Start:
+    """The start of a program.
+
+    The first core's outputs are added to `outputs`. Until `note_start` notes the part of each split output, parts are
+    looked up in `outputs`. So a split tensor has its part even if an interrupt comes in between.
+    """
+
+    first: int = 0  # the number of its first output
+    forgotten: int = 0  # the number of tensors that the other cores forget
+    split: dict[int, Tensor] = field(default_factory=dict)  # the placeholders of its split outputs, by their index
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+class CoreGroup(OneCore):
+    """Several cores. This process drives the first core of its host.
+
+    Args:
+        environments: The environment variables that TorchTPU reads, for each core of this host.
+        start: See `CoreLines`.
+        lose: See `CoreLines`.
+        host: This host's place among the hosts that compute together.
+    """
+
+    def __init__(
+        self,
+        environments: Sequence[Mapping[str, str]],
+        start: Callable[[], None],
+        lose: Callable[[], None],
+        host: Host,
+    ) -> None:
+        own = len(environments)
+        self.count = own * host.count
+        self.hosts = host.count
+        self.own = range(own * host.index, own * (host.index + 1))
+        self.lines = CoreLines(environments, start, lose, self.own.start)
+        self._known: dict[int, dict[Hashable, _Known]] = {}  # by storage, then by the view of it
+        self._scanned: deque[int] = deque()
+        self._forgotten: list[int] = []
+        self._next = 0
+        self._start = _Start()  # of the latest program
+        self._programs = 0
+        self._gathers: dict[Hashable, Program] = {}  # programs that gather a split tensor on all hosts
+
+    def begin(self) -> None:
+        """Start all cores, or continue a start that was interrupted.
+
+        Raises:
+            StartError: A core doesn't start.
+        """
+        try:
+            self.lines.begin()
+        except RuntimeError as error:
+            raise StartError(f"{self.count} cores of torch_tpu did not start: {self.lines.failure}") from error
+
+    # Tensors
+
+    def send(self, tensors: Sequence[Tensor], axes: Sequence[int | None]) -> list[Tensor]:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if self.hosts > 1:
+            tensors = [own_part(t, axis, self.own, self.count) for t, axis in zip(tensors, axes, strict=True)]
+        return self._send_own(tensors, axes, shapes)
+
+    def send_rows(self, here: Tensor, axis: int, block: int, rows: int) -> Tensor:
+        """Send this host's rows of a tensor that has `rows` rows along `axis`; each core gets `block` of them."""
+        before, after = here.shape[:axis], here.shape[axis + 1 :]
+        missing = block * len(self.own) - here.shape[axis]
+        filled = torch.cat([here, here.new_zeros(*before, missing, *after)], axis) if missing else here
+        return self._send_own([filled], [axis], [(*before, rows, *after)])[0]
+
+    def _send_own(
+        self, tensors: Sequence[Tensor], axes: Sequence[int | None], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Tensor]:
+        """Send this host's parts of tensors with these shapes to its cores."""
+        with self.lines.lock:
+            parts = self._put(tensors, axes)
+        sent: list[Tensor] = []
+        try:
+            for part, tensor, shape in zip(parts, tensors, shapes, strict=True):
+                with computing(), torch.no_grad():
+                    own = own_part(tensor, part.axis, range(1), self.lines.count).contiguous().to("tpu")
+                if part.axis is None:
+                    self._note(own, part.number)
+                    sent.append(own)
+                else:
+                    sent.append(self._placeholder(shape, part.dtype, part.number, part.axis, [own]))
+        finally:
+            self._forgotten += [part.number for part in parts[len(sent) :]]
+        return sent
+
+    def _put(self, tensors: Sequence[Tensor], axes: Sequence[int | None]) -> list[Part]:
+        """Send host tensors to the other cores of this host. The caller holds the lock."""
+        parts = []
+        offset = 0
+        for tensor, axis in zip(tensors, axes, strict=True):
+            parts.append(Part(self._next, offset, tuple(tensor.shape), tensor.dtype, axis))
+            self._next += 1
+            offset += align(tensor.nbytes)
+        if self.lines.count == 1:
+            return parts
+        number, block = self.lines.block(max(offset, 1))
+        for part, tensor in zip(parts, tensors, strict=True):
+            block.tensor(part).copy_(tensor)
+        self.lines.tell_of(Put(number, parts), number)
+        return parts
+
+    def _placeholder(
+        self, shape: tuple[int, ...], dtype: torch.dtype, number: int, axis: int, among: Sequence[Tensor], at: int = 0
+    ) -> Tensor:
+        """Return a new tensor that is split over the cores; the first core's part is `among[at]`."""
+        with noting():
+            tensor: Tensor = names().placeholder(list(shape), dtype, False)
+        self._note(tensor, number, axis, among, at)
+        return tensor
+
+    def _note(
+        self, tensor: Tensor, number: int, axis: int | None = None, among: Sequence[Tensor] = (), at: int = 0
+    ) -> None:
+        storage = storage_of(tensor)
+        parts = self._known.get(storage)
+        if parts is None:
+            parts = self._known[storage] = {}
+            self._scanned.append(storage)
+        place = handle_of(tensor, 0)
+        if place in parts:
+            self._forgotten.append(parts[place].number)
+        parts[place] = _Known(number, StorageWeakRef(tensor.untyped_storage()), tensor._version, axis, among, at)
+
+    def _find(self, tensor: Tensor) -> _Known | None:
+        parts = self._known.get(storage_of(tensor))
+        known = None if parts is None else parts.get(handle_of(tensor, 0))
+        if known is None or (known.axis is None and known.version != tensor._version):
+            return None
+        return known
+
+    def _is_gone(self, storage: int) -> bool:
+        return any(known.memory.expired() for known in self._known[storage].values())
+
+    def _drop(self, storage: int) -> None:
+        self._forgotten += [known.number for known in self._known.pop(storage, {}).values()]
+
+    def axis_of(self, tensor: Tensor) -> int | None:
+        known = self._find(tensor)
+        return None if known is None else known.axis
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        """Return the first core's part of a split tensor, or a whole tensor itself."""
+        known = self._find(tensor)
+        return tensor if known is None or known.axis is None else known.among[known.at]
+
+    def has_value(self, tensor: Tensor) -> bool:
+        return super().has_value(self._part(tensor))
+
+    def compute(self, tensors: Sequence[Tensor], wait: bool = False) -> None:
+        super().compute(list(map(self._part, tensors)), wait)
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self._copy_whole(tensors, super().copy)
+
+    def copy_apart(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        # With other cores, whole tensors that the user may have changed are sent anew, and programs take what was sent.
+        return list(tensors) if self.lines.count > 1 else self._copy_whole(tensors, super().copy_apart)
+
+    def _copy_whole(self, tensors: Sequence[Tensor], copy: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:
+        """Copy whole tensors. The parts of split tensors never change: a step returns new parts."""
+        whole = iter(copy([tensor for tensor in tensors if self.axis_of(tensor) is None]))
+        return [next(whole) if self.axis_of(tensor) is None else tensor.detach() for tensor in tensors]
+
+    def forget(self, tensors: Sequence[Tensor]) -> None:
+        with self.lines.lock:
+            for tensor in tensors:
+                if self.axis_of(tensor) is None:
+                    self._drop(storage_of(tensor))
+                elif names().is_materializing(tensor):  # an operation that changes the placeholder was recorded
+                    raise PlacementError(
+                        f"user code has changed a tensor of shape {tuple(tensor.shape)} in place, outside of a step. "
+                        "The tensor is split over the cores, and on torch_tpu only a step can change it. Load other "
+                        "values with load_state_dict, or keep it whole: shard={'its name': None, ...} in compile"
+                    )
+
+    def _forget_ended(self, count: int) -> None:
+        """Check the next `count` storages, and forget the tensors of freed ones. The caller holds the lock."""
+        for _ in range(min(count, len(self._scanned))):
+            storage = self._scanned.popleft()
+            if storage not in self._known:
+                continue
+            if self._is_gone(storage):
+                self._drop(storage)
+            else:
+                self._scanned.append(storage)
+
+    def _share_missing(self, tensors: Sequence[Tensor]) -> list[_Known]:
+        """Return the record of each tensor, and send tensors to cores that lack them. The caller holds the lock."""
+        found = list(map(self._find, tensors))
+        lacking = {handle_of(t): t for t, known in zip(tensors, found, strict=True) if known is None}
+        if lacking:
+            self._share(list(lacking.values()))
+            found = [self._known[storage_of(tensor)][handle_of(tensor, 0)] for tensor in tensors]
+        return [known for known in found if known is not None]  # all are known now
+
+    def _share(self, tensors: Sequence[Tensor]) -> None:
+        """Send tensors that only the first core has computed to the other cores. The caller holds the lock."""
+        if self.lines.count == 1:
+            for tensor in tensors:
+                self._note(tensor, self._next)
+                self._next += 1
+            return
+        with computing():
+            values = [tensor.detach().cpu() for tensor in tensors]
+        parts = self._put(values, [None] * len(values))
+        # This core gets a copy, too: a program may write over it, and the tests' pod requires a copy on each core.
+        with computing():
+            copies = [value.to("tpu") for value in values]
+        for part, tensor, copy in zip(parts, tensors, copies, strict=True):
+            self._note(tensor, part.number, among=[copy])
+
+    def read(self, tensors: Sequence[Tensor], collective: bool = False) -> list[Tensor]:
+        if self.hosts > 1:
+            tensors = [t if self.axis_of(t) is None else self._gather(t, collective) for t in tensors]
+        return self._read(tensors)
+
+    def reach(self, tensor: Tensor) -> None:
+        self._read([tensor])
+
+    def read_rows(self, tensor: Tensor) -> Tensor:
+        """Read this host's rows of a tensor. **This waits**."""
+        return self._read([tensor])[0]
+
+    def _gather(self, tensor: Tensor, collective: bool) -> Tensor:
+        """Gather a tensor that is split over the cores of several hosts: the whole of it on each host."""
+        if not collective:
+            raise PlacementError(
+                f"a tensor of shape {tuple(tensor.shape)} is split over the cores of several hosts, so one host alone "
+                "can't read it. Return means from steps, or use predict or state_dict, which gather it"
+            )
+        all_reduce_max([])  # waits until all hosts are here
+        kind = tuple(tensor.shape), tensor.dtype, self.axis_of(tensor)
+        if kind not in self._gathers:
+            with noting():
+                argument: Tensor = names().placeholder(list(tensor.shape), tensor.dtype, False)
+                text = text_of([argument.clone()], [argument])
+            with computing():
+                self._gathers[kind] = self.compile(text, [tensor])
+        return self._gathers[kind]([tensor])[0]
+
+    def _read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Read this host's parts of tensors."""
+        parts = list(map(self._part, tensors))
+        self._reach(parts)
+        try:
+            with computing():
+                own = [part.detach().cpu() for part in parts]
+        except RuntimeError as error:
+            self._settle(str(error))
+            raise
+        return [self._join(t, value) for t, value in zip(tensors, own, strict=True)]
+
+    def prepare_read(self, tensor: Tensor) -> Tensor | None:
+        if self.axis_of(tensor) is not None:
+            return self.read([tensor])[0]
+        if not names().is_materialized(tensor):
+            self._reach([tensor])
+        return None
+
+    def _join(self, tensor: Tensor, own: Tensor) -> Tensor:
+        known = self._find(tensor)
+        if known is None or known.axis is None:
+            return own
+        stride = align(own.nbytes)
+        with self.lines.lock:
+            number, block = self.lines.block(stride * self.lines.count)
+            mine = self.lines.tell_of(Fetch(known.number, number, 0, stride), number)
+        self.lines.reach(mine)
+        others = [block.tensor_at(core * stride, own.shape, own.dtype) for core in range(1, self.lines.count)]
+        share = own.shape[known.axis]
+        here = max(min(tensor.shape[known.axis] - self.own.start * share, len(self.own) * share), 0)
+        return torch.cat([own, *others], known.axis).narrow(known.axis, 0, here)  # the rest is padding
+
+    def _reach(self, tensors: Sequence[Tensor]) -> None:
+        """Wait until tensors are computed, or raise an error if the cores have failed."""
+        with computing():
+            names().synchronize_list(list(tensors), False)
+        for tensor in tensors:
+            self.lines.wait_until(partial(names().is_materialized, tensor), programs=True)
+
+    def wait(self) -> None:
+        self.lines.watch_while(super().wait)
+
+    def _settle(self, why: str) -> None:
+        """Ensure that all cores have met an error of the first core."""
+        with suppress(RuntimeError):  # the same error
+            self.wait()
+        self.lines.settle(why)
+
+    # Programs
+
+    def compile(
+        self, text: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = (), axes: Sequence[int | None] = ()
+    ) -> Program:
+        text = shard_text(text, [self.axis_of(tensor) for tensor in inputs], self.count, axes)
+        data = text.encode()
+        with self.lines.lock:
+            program = self._programs
+            self._programs += 1
+            number, block = self.lines.block(len(data))
+            block.bytes[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            mine = self.lines.tell_of(Compile(program, number, len(data)), number)
+        run, loaded = compile_text(text, self.own.start, self.count)
+        self.lines.reach(mine)
+        split = [
+            _Split(i, tuple(outputs[i].shape), outputs[i].dtype, axis)
+            for i, axis in enumerate(axes)
+            if axis is not None
+        ]
+        return _GroupProgram(run, loaded, program, self, split, len(outputs))
+
+    def prepare_start(self, program: _GroupProgram, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
+        """See `Program.prepare_start`."""
+        with self.lines.lock:
+            known = self._share_missing(inputs)
+            given = [t if one.given is None else one.given for t, one in zip(inputs, known, strict=True)]
+            forgotten = list(self._forgotten)
+            start = _Start(self._next, len(forgotten))
+            self._next += _OUTPUTS
+            for one in program.split:
+                number = start.first + one.index
+                tensor = self._placeholder(one.shape, one.dtype, number, one.axis, start.outputs, one.index)
+                start.split[one.index] = tensor
+            self._start = start
+            sends = self.lines.prepare_sending(
+                Run(program.number, [one.number for one in known], start.first, forgotten)
+            )
+        outputs = islice(map(called, [*sends, partial(program.run, given)]), len(sends), None)
+        if not start.split:
+            return outputs
+        # This runs in C, too: placeholders replace the parts among the outputs.
+        placeholders = list(start.split.values())
+        places = {index: i for i, index in enumerate(start.split)}
+        order = [places.get(i, len(places) + i) for i in range(program.count)]
+        pick = itemgetter(*order) if len(order) > 1 else itemgetter(slice(0, 1))
+        return map(list, map(pick, map(partial(add, placeholders), map(partial(iadd, start.outputs), outputs))))
+
+    def note_start(self, outputs: Sequence[list[Tensor]]) -> None:
+        """See `Program.note_start`."""
+        start = self._start
+        self._start = _Start()
+        if not outputs:
+            self._settle(repr(sys.exc_info()[1]))
+            return
+        with self.lines.lock:
+            del self._forgotten[: start.forgotten]
+            for i, result in enumerate(outputs[0]):
+                if i in start.split:
+                    parts = self._known[storage_of(result)]
+                    place = handle_of(result, 0)
+                    old = parts[place]
+                    parts[place] = _Known(old.number, old.memory, old.version, old.axis, [start.outputs[i]])
+                else:
+                    self._note(result, start.first + i)
+            self._forget_ended(len(outputs[0]) + 8)
+
+
+@dataclass(frozen=True)
+class _GroupProgram(Program):
+    """A program of several cores, which has a number."""
+
+    number: int
+    cores: CoreGroup
+    split: Sequence[_Split]
+    count: int  # of its outputs, if it has split outputs
+
+    def prepare_start(self, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
+        return self.cores.prepare_start(self, inputs)
+
+    def note_start(self, outputs: Sequence[list[Tensor]]) -> None:
+        self.cores.note_start(outputs)

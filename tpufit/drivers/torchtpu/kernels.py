@@ -1,0 +1,90 @@
+"""Replacements for kernels that TorchTPU lacks, or that read a value on the host."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime.ops.native import operation
+
+_libraries: list[torch.library.Library] = []
+
+
+def mend_kernels(platform: str) -> None:
+    """Replace kernels of the device, permanently: removing a kernel while another thread runs it would crash.
+
+    TorchTPU's `masked_fill` reads a value that is a tensor, and its `smooth_l1_loss` runs on the host. Its kernels of
+    `torch.unique` and `torch.unique_consecutive` crash, so the host computes both. `ctc_loss` accepts lengths and
+    targets on the host, as in PyTorch. XLA's plugin for the CPU is too old for TorchTPU's `cumsum`.
+    TorchTPU's `lstm` and `gru` compute in float32 and draw from its own generator, so PyTorch's are used: products,
+    which autocast, and dropouts.
+
+    Args:
+        platform: `"TPU"` or `"CPU"`.
+    """
+    if _libraries:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns that a kernel is replaced
+        library.impl("masked_fill.Tensor", _masked_fill, "PrivateUse1")
+        library.impl("masked_fill_.Tensor", _masked_fill_, "PrivateUse1")
+        for key in ("AutogradPrivateUse1", "PrivateUse1"):  # the latter for torch.inference_mode
+            library.impl("smooth_l1_loss", _smooth_l1_loss, key)
+            library.impl("ctc_loss.Tensor", _ctc_loss, key)
+            library.impl("ctc_loss.IntList", _ctc_loss, key)
+            for name in ("lstm.input", "gru.input"):
+                library.impl(name, operation(name).decompose, key)
+        if platform == "CPU":
+            library.impl("cumsum", _cumsum, "PrivateUse1")
+        library.impl("_unique2", _unique, "PrivateUse1")
+        library.impl("unique_consecutive", _unique_consecutive, "PrivateUse1")
+    _libraries.append(library)
+
+
+def _masked_fill(tensor: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+    return torch.where(mask, value.to(tensor), tensor)
+
+
+def _masked_fill_(tensor: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+    return tensor.copy_(torch.where(mask, value.to(tensor), tensor))
+
+
+def _smooth_l1_loss(input: Tensor, target: Tensor, reduction: int = 1, beta: float = 1.0) -> Tensor:
+    if beta < 0:
+        raise RuntimeError("smooth_l1_loss does not support negative values for beta.")  # PyTorch's message
+    error = (input - target).abs()
+    loss = error if beta == 0 else torch.where(error < beta, error.square() * (0.5 / beta), error - 0.5 * beta)
+    return loss.mean() if reduction == 1 else loss.sum() if reduction == 2 else loss
+
+
+def _ctc_loss(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *options: Any) -> Tensor:
+    on_device = [torch.as_tensor(value).to(log_probs.device) for value in (targets, input_lengths, target_lengths)]
+    loss: Tensor = torch.ops.aten.ctc_loss.Tensor.decompose(log_probs, *on_device, *options)
+    return loss
+
+
+def _cumsum(tensor: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    is_integer = tensor.dtype is torch.bool or not (tensor.is_floating_point() or tensor.is_complex())
+    total = tensor.to(dtype or (torch.int64 if is_integer else tensor.dtype)).clone()
+    count = total.shape[dim] if total.dim() else 0
+    reach = 1  # the number of elements in each partial sum
+    while reach < count:
+        later = total.narrow(dim, reach, count - reach) + total.narrow(dim, 0, count - reach)
+        total = torch.cat([total.narrow(dim, 0, reach), later], dim)
+        reach *= 2
+    return total
+
+
+def _unique(tensor: Tensor, sorted: bool = True, *returns: bool) -> tuple[Tensor, ...]:
+    # The caller ignores the results that it hasn't requested.
+    return _from_host(tensor, torch.unique(tensor.cpu(), sorted, return_inverse=True, return_counts=True))
+
+
+def _unique_consecutive(tensor: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    return _from_host(tensor, torch.ops.aten.unique_consecutive(tensor.cpu(), *options))
+
+
+def _from_host(tensor: Tensor, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(result.to(tensor.device) for result in results)

@@ -1,0 +1,115 @@
+"""Operations on complex numbers that torch_xla computes on the host, or wrongly.
+
+The functions in `OWN` take an operation's arguments; the others take the native kernel and the dispatcher's keys first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime.ops.native import Native, operation
+
+_conjugate = operation("_conj_copy")
+
+
+def _complex(real: Tensor, imag: Tensor) -> Tensor:
+    torch.complex(real.new_empty((), device="meta"), imag.new_empty((), device="meta"))  # raises PyTorch's errors
+    return torch.view_as_complex_copy(torch.stack(torch.broadcast_tensors(real, imag), -1))
+
+
+def _polar(length: Tensor, angle: Tensor) -> Tensor:
+    torch.polar(length.new_empty((), device="meta"), angle.new_empty((), device="meta"))
+    return _complex(length * angle.cos(), length * angle.sin())
+
+
+def _angle(tensor: Tensor) -> Tensor:
+    """`angle`, which is pi for negative numbers, and NaN for NaN."""
+    if tensor.is_complex():
+        return torch.atan2(_part(tensor, 1), _part(tensor, 0))
+    if not tensor.is_floating_point():
+        tensor = tensor.to(torch.get_default_dtype())
+    pi = torch.full_like(tensor, torch.pi)
+    return torch.where(tensor.isnan(), tensor, torch.where(tensor < 0, pi, torch.zeros_like(tensor)))
+
+
+def _part(tensor: Tensor, number: int) -> Tensor:
+    return torch.select_copy(torch.view_as_real_copy(tensor), -1, number)
+
+
+def _divide(first: Any, second: Any) -> Tensor:
+    """`div`, for which torch_xla drops the imaginary part. The overload with a mode divides real numbers."""
+    result: Tensor
+    if _is_complex(second):
+        result = first * (second.reciprocal() if isinstance(second, Tensor) else 1 / second)
+    elif _is_complex(first):
+        divisor = torch.unsqueeze_copy(second, -1) if isinstance(second, Tensor) and second.dim() else second
+        result = torch.view_as_complex_copy(torch.view_as_real_copy(first) / divisor)
+    else:
+        result = torch.ops.aten.div.Tensor_mode(first, second, rounding_mode=None)
+    return result
+
+
+def _is_complex(number: Any) -> bool:
+    return number.is_complex() if isinstance(number, Tensor) else isinstance(number, complex)
+
+
+OWN: dict[str, Callable[..., Tensor]] = {
+    "_conj_physical": _conjugate,
+    "angle": _angle,
+    "complex": _complex,
+    "div.Tensor": _divide,
+    "polar": _polar,
+}
+
+
+def view_as_real(native: Native, keys: Any, tensor: Tensor) -> Tensor:
+    """`view_as_real`. torch_xla records its result without the last dimension, and crashes when that one is moved."""
+    both = native(keys, tensor)
+    return torch.stack([torch.select_copy(both, -1, number) for number in (0, 1)], -1)
+
+
+def gradient_of_result(native: Native, keys: Any, gradient: Tensor, result: Tensor) -> Tensor:
+    """The gradient of `tanh` and `sigmoid`, from the conjugate of the result, which torch_xla doesn't conjugate."""
+    value: Tensor = native(keys, gradient, _conjugate(result) if result.is_complex() else result)
+    return value
+
+
+def acosh(native: Native, keys: Any, tensor: Tensor) -> Tensor:
+    """`acosh`, whose real part must not be negative."""
+    result: Tensor = native(keys, tensor)
+    return torch.where(_part(result, 0) < 0, -result, result) if tensor.is_complex() else result
+
+
+def absolute(tensor: Tensor) -> Tensor:
+    """`abs` of complex numbers, which is real. torch_xla's result claims to be complex."""
+    first, second = (_part(tensor, number).abs() for number in (0, 1))
+    larger, smaller = torch.maximum(first, second), torch.minimum(first, second)
+    ratio = smaller / torch.where(larger == 0, torch.ones_like(larger), larger)  # without overflow
+    return larger * (1 + ratio * ratio).sqrt()
+
+
+def mean(tensor: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """`mean` of complex numbers, which torch_xla can't compile."""
+    tensor = tensor.to(dtype or tensor.dtype)
+    total = tensor.sum(tuple(dim or range(tensor.dim())), keepdim)
+    return total / (tensor.numel() / max(total.numel(), 1))
+
+
+def vector_norm(
+    tensor: Tensor, order: float = 2, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    """`linalg.vector_norm` of complex numbers, which torch_xla refuses."""
+    result: Tensor = torch.linalg.vector_norm(absolute(tensor.to(dtype or tensor.dtype)), order, dim, keepdim)
+    return result
+
+
+# These take only an operation's arguments, and replace the native kernel for complex numbers.
+OF_COMPLEX: dict[str, Callable[..., Tensor]] = {
+    "abs": absolute,
+    "div.Scalar": _divide,
+    "linalg_vector_norm": vector_norm,
+    "mean": mean,
+    "mean.dim": mean,
+}

@@ -1,0 +1,284 @@
+"""`XlaDriver`: the engine's interface to torch_xla.
+
+torch_xla's tensors are lazy: operations are recorded, and computed when a result is needed or `launch` starts them. So
+a step's Python is traced on its actual tensors.
+"""
+
+import atexit
+import ctypes
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import hosts
+from ...backend import Cores, Placement
+from ...runtime import counters
+from ...runtime.driver import Driver, Request, Trace
+from ...runtime.trace_seeds import Place, TraceSeeds
+from ...utils import hardware
+from ...utils.replaced import replaced
+from . import bits, counts, jax_calls, lowering, profiler, reading, release, rows, seeds
+from .bindings import xla
+from .placement import AbsentCores, XlaCores
+from .start import import_runtime, start, store
+
+# The kinds of devices, by the chip on the PCI bus.
+_KINDS = {"v4": "TPU v4", "v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
+
+
+class XlaDriver(Driver):
+    """torch_xla."""
+
+    name = "torch_xla"
+    device_type = "xla"
+    dispatch_key = "XLA"
+    takes_jax = True
+    is_lazy = True
+
+    def __init__(self) -> None:
+        self._wish: str | None = None  # the user's `PJRT_DEVICE`, which torch_xla sets when it is imported
+
+    # Cores
+
+    def load(self) -> None:
+        if "torch_xla" not in sys.modules:
+            self._wish = os.environ.get("PJRT_DEVICE")
+        import_runtime()
+
+    def start(self, request: Request, cores: Any, asked_by: str) -> tuple[int, int, str, int]:
+        return start(request, cores, asked_by, self._wish)
+
+    def start_absent(self, count: int) -> str:
+        self.load()
+        return self.start(Request(count, None), count, "preflight")[2]
+
+    def connect_hosts(self, processes: int) -> None:
+        shared = store()
+        hosts.connect(import_runtime().runtime.process_index(), processes, shared, shared.host)
+
+    def platform(self) -> str:
+        return str(import_runtime().runtime.device_type())
+
+    def count_available_cores(self) -> int:
+        return int(import_runtime().runtime.global_runtime_device_count())
+
+    def memory_info(self) -> Mapping[str, int]:
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        try:
+            info = xm.get_memory_info(torch_xla.device())
+        except RuntimeError:
+            return {}
+        return {"limit": int(info["bytes_limit"]), "used": int(info["bytes_used"])}
+
+    def kind_of(self) -> str:
+        import torch_xla
+        import torch_xla.runtime as runtime
+
+        if not runtime.is_spmd():
+            return str(xla()._xla_device_kind(str(torch_xla.device())))
+        # torch_xla doesn't report the kind of several cores: they form one virtual device.
+        chips = hardware.chips() if runtime.device_type() == "TPU" else []
+        return _KINDS.get(chips[0].name, chips[0].name) if chips else "cpu"
+
+    def cut_off(self) -> None:
+        # Two exit handlers wait for the device: torch_xla's, and the C++ destructors, before which the process exits.
+        atexit.unregister(sys.modules["torch_xla"]._prepare_to_exit)
+        libc = ctypes.CDLL(None)
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
+    # Placements
+
+    def placement_on(self, cores: Cores, recorder: Any) -> Placement:
+        return XlaCores(cores) if recorder is None else AbsentCores(cores, recorder=recorder)
+
+    def send_parts(self, parts: Sequence[Tensor], axis: int, block: int, rows_: int, placement: Placement) -> Tensor:
+        assert isinstance(placement, XlaCores)
+        return rows.send_parts(parts, axis, block, rows_, placement)
+
+    def fetch_parts(self, tensor: Tensor) -> Tensor:
+        return rows.fetch_parts(tensor)
+
+    # Values
+
+    def read(self, tensors: Sequence[Tensor], collective: bool) -> list[Tensor]:
+        return reading.read(tensors, collective)
+
+    def read_one(self, tensor: Tensor) -> Tensor:
+        value: Tensor = xla()._xla_get_cpu_tensors([tensor])[0]
+        return value
+
+    def reach(self, tensor: Tensor) -> None:
+        reading.reach(tensor)
+
+    def split_axis(self, tensor: Tensor) -> int | None:
+        return reading.split_axis(tensor)
+
+    def compute(self, tensors: Sequence[Tensor], wait: bool = False) -> None:
+        xla()._xla_sync_multi(list(tensors), devices=[], wait=wait, sync_xla_data=not wait)
+
+    def wait(self) -> None:
+        xla()._xla_wait_device_ops([])
+
+    def find_pending(self, tensors: Sequence[Tensor]) -> list[int]:
+        return [i for i, waits in enumerate(xla()._check_tensor_need_materialization(tensors)) if waits]
+
+    def count_pending(self) -> int:
+        import torch_xla
+
+        return sum(xla()._check_device_tensor_need_materialization(str(torch_xla.device())))
+
+    def count_copies(self) -> Hashable:
+        return counts.count_copies()
+
+    def identity(self, tensor: Tensor) -> int:
+        return int(xla()._xla_get_tensor_id(tensor))
+
+    def handles(self, tensors: Sequence[Tensor]) -> list[Hashable]:
+        return list(xla()._get_tensors_handle(tensors))
+
+    def alias_memory(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        _, values = xla()._get_tensors_xla_device_data_node(tensors)
+        by_handle = dict(zip(self.handles(values), values, strict=True))
+        return [by_handle[handle] for handle in self.handles(tensors)]
+
+    def put_behind_barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        copies = [tensor.detach().clone() for tensor in tensors]
+        xla()._xla_optimization_barrier_(copies)
+        return copies
+
+    def apply_view(self, tensor: Tensor, view: Tensor) -> Tensor:
+        return release.apply_view(tensor, view)
+
+    # Traces
+
+    def tracing(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def lend_values(self, values: Sequence[Tensor]) -> list[Tensor]:
+        return self.alias_memory(values) if values else []
+
+    def trace_seeds(self, placement: Placement, seeds_: Sequence[int]) -> TraceSeeds:
+        assert isinstance(placement, XlaCores)
+        return seeds.XlaSeeds(placement.device_name, seeds_)
+
+    def seed_tensors(self, placement: Placement, seeds_: Sequence[int], places: Sequence[Place]) -> list[Tensor]:
+        assert isinstance(placement, XlaCores)
+        return seeds.seed_tensors(placement.device_name, seeds_, places)
+
+    def work_of(self, tensor: Tensor) -> Hashable:
+        graph_hash: Hashable = xla()._get_graph_hash([tensor])
+        return graph_hash
+
+    def inputs_of(self, roots: Sequence[Tensor]) -> list[Tensor]:
+        return list(xla()._get_tensors_xla_device_data_node(list(roots))[1])
+
+    def outline_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
+        lowering.exclude_operands()
+        return self._hash_of(roots, values, donated)
+
+    def hash_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
+        lowering.include_operands(roots)
+        return self._hash_of(roots, values, donated)
+
+    def _hash_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
+        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+
+        with alias_with_buffer_donor_config():
+            for i in donated:  # before the hash, which includes donation
+                xla()._set_buffer_donation(values[i], True)
+            graph_hash: Hashable = xla()._get_graph_hash(list(roots))
+        return graph_hash
+
+    def keep(self, values: Sequence[Tensor]) -> None:
+        for value in values:
+            xla()._set_buffer_donation(value, False)
+
+    def compile(self, trace: Trace) -> None:
+        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
+
+        with counters.role(trace.role, trace.cause), alias_with_buffer_donor_config():
+            xla()._xla_warm_up_cache(trace.roots, [])
+
+    def text_of(self, roots: Sequence[Tensor]) -> str:
+        return str(xla()._get_xla_tensors_hlo(list(roots)))
+
+    def serialize(self, trace: Trace) -> bytes:
+        proto: bytes = xla()._get_xla_tensors_hlo_proto(list(trace.roots))
+        return proto
+
+    # Settings that a graph depends on
+
+    def set_matmul_precision(self, name: str) -> None:
+        lowering.set_matmul_precision(name)
+
+    def lowering(self, matmul_precision: str) -> AbstractContextManager[object]:
+        return lowering.lowering(matmul_precision)
+
+    def variables(self) -> tuple[str, ...]:
+        return lowering.variables()
+
+    def checking_shapes(self) -> AbstractContextManager[object]:
+        return release.checking_shapes()
+
+    # Operations
+
+    def compute_keep_mask(self, words: Sequence[Tensor], shape: tuple[int, ...], limit: int, number: int) -> Tensor:
+        return bits.compute_keep_mask(words, shape, limit, number)
+
+    def compute_once(self, tensor: Tensor) -> Tensor:
+        xla()._xla_optimization_barrier_([tensor])
+        return tensor
+
+    def device_module(self) -> AbstractContextManager[object]:
+        import torch_xla
+
+        return replaced(torch, xla=torch_xla)
+
+    def jax_call(
+        self, function: Callable[..., Any], arguments: Sequence[Any], platform: str, name: str
+    ) -> tuple[Callable[..., list[Tensor]], list[Any]]:
+        return jax_calls.lower(function, arguments, platform, name)
+
+    # Reports
+
+    def message_of(self, error: BaseException) -> str:
+        return release.message_of(error)
+
+    def fallback_counts(self) -> Counter[str]:
+        return counts.fallback_counts()
+
+    def count_reads(self) -> Hashable:
+        return counts.count_reads()
+
+    def count_compiled(self) -> int:
+        import torch_xla.debug.metrics as metrics
+
+        return metrics.counter_value("UncachedCompile") or 0
+
+    def get_seconds_executing(self) -> float:
+        metrics = counts.xla_metrics()
+        return (metrics.metric_data("ExecuteTime") or (0, 0.0))[1] / 1e9 if metrics else 0.0
+
+    def live_tensors(self) -> int:
+        return counts.live_tensors()
+
+    def metrics_report(self) -> str:
+        metrics = counts.xla_metrics()
+        return str(metrics.metrics_report()) if metrics else ""
+
+    def start_profile(self, folder: Any) -> None:
+        profiler.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        profiler.stop_profile()
+
+    def scope(self, name: str) -> AbstractContextManager[None]:
+        return profiler.scope(name)

@@ -1,0 +1,213 @@
+"""Replacements for kernels of torch_xla that crash, don't compile, or differ from PyTorch's."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime.ops.native import operation
+from . import activations, complexes, fourier, ordering, pools
+from .release import redispatch
+
+_DISTINCT = 256  # up to this number, random numbers are rarely equal: once in 500 times
+
+# The positions of the dimensions among the arguments of reductions.
+_DIMENSIONS = {"linalg_vector_norm": 2, "mean.dim": 1, "std.correction": 1, "sum.dim_IntList": 1}
+_DIMENSIONS |= {"var.correction": 1, "var_mean.correction": 1}
+# PyTorch composes these operations of others. torch_xla's kernels for them have no gradient, which PyTorch warns of,
+# or, for selu, a wrong one. inverse and svd are similar, but their parts don't run on the device, and their gradients
+# are right.
+_COMPOSED = ("diag", "kl_div", "logdet", "selu", "selu_", "std", "std.dim")
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def mend_kernels(backend: str = "XLA") -> None:
+    """Replace kernels of the device, permanently: removing a kernel while another thread runs it would crash.
+
+    `roll` of an empty tensor divides by zero. `randperm` doesn't compile if several cores share the rows that it
+    shuffles. An empty list of dimensions should mean all dimensions, but reduces none. Diagonals of a tensor's first
+    two dimensions, `pixel_shuffle` by a second factor, and singular values of several matrices are wrong.
+    `activations`, `complexes`, `fourier`, `ordering` and `pools` describe the other differences.
+    """
+    if backend in _libraries:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns that a kernel is replaced
+        library.impl("randperm", _randperm, backend)
+        for name, kernel in (complexes.OWN | fourier.OWN).items():
+            library.impl(name, kernel, backend)
+        for name in _COMPOSED:
+            library.impl(name, operation(name).decompose, f"Autograd{backend}")
+        key, native = redispatch("aten::_fft_r2c", f"Autograd{backend}")
+        library.impl("_fft_r2c", partial(_on_the_device, _transform_real, native), key, with_keyset=True)
+        for name, kernel in _kernels().items():
+            key, native = redispatch(f"aten::{name}", backend)
+            library.impl(name, partial(_on_the_device, kernel, native), key, with_keyset=True)
+        for name, kernel in _kernels_above_gradients().items():
+            for backend_key in (f"Autograd{backend}", backend):  # the latter for torch.inference_mode
+                key, native = redispatch(f"aten::{name}", backend_key)
+                library.impl(name, partial(kernel, native), key, with_keyset=True)
+    _libraries[backend] = library
+
+
+def _kernels() -> dict[str, Callable[..., Any]]:
+    """Return the kernels that take the native kernel, the dispatcher's keys, and the operation's arguments."""
+    kernels: dict[str, Callable[..., Any]] = {"roll": _roll, "glu": _glu}
+    kernels |= {"inverse": _inverse, "linalg_inv_ex": _inverse}
+    kernels |= {"_linalg_svd": _svd, "pixel_shuffle": _pixel_shuffle, "svd": _svd}
+    kernels |= {name: partial(_over_all, position) for name, position in _DIMENSIONS.items()}
+    kernels |= {"diagonal": _diagonal, "diagonal_copy": _diagonal, "diagonal_scatter": _diagonal_scatter}
+    kernels |= dict.fromkeys(("argmax", "argmin"), ordering.arg_extreme)
+    kernels |= dict.fromkeys(("max.dim", "min.dim"), ordering.extreme)
+    kernels |= dict.fromkeys(("max", "min"), ordering.extreme_of)
+    kernels |= dict.fromkeys(("amax", "amin"), _extreme_over) | {"logsumexp": ordering.logsumexp}
+    kernels |= dict.fromkeys(("sort", "sort.stable", "topk", "kthvalue"), ordering.ordered)
+    kernels |= {f"cum{name}": partial(ordering.cumulative, name == "max") for name in ("max", "min")}
+    kernels |= dict.fromkeys(("softshrink", "threshold"), activations.propagate_nan)
+    kernels |= {"log_sigmoid_forward": activations.logsigmoid, "log_sigmoid_backward": activations.logsigmoid_backward}
+    kernels |= {"acosh": complexes.acosh, "view_as_real_copy": complexes.view_as_real}
+    kernels |= dict.fromkeys(("sigmoid_backward", "tanh_backward"), complexes.gradient_of_result)
+    for name, replacement in complexes.OF_COMPLEX.items():
+        kernels[name] = partial(_complex_or, replacement, kernels.get(name, _native))
+    for name in ("elu", "hardsigmoid", "hardswish", "hardtanh"):
+        kernels[f"{name}_backward"] = getattr(activations, f"{name}_backward")
+    return kernels
+
+
+def _kernels_above_gradients() -> dict[str, Callable[..., Any]]:
+    """Return the kernels of operations for which torch_xla has gradients; their arguments are as in `_kernels`."""
+    kernels: dict[str, Callable[..., Any]] = {"avg_pool2d": pools.avg_pool, "avg_pool3d": pools.avg_pool}
+    kernels |= {"max_pool2d": pools.max_pool, "max_pool3d": pools.max_pool}
+    return {name: partial(_on_the_device, partial(kernels[name], name)) for name in kernels} | {"einsum": _einsum}
+
+
+def _on_the_device(
+    kernel: Callable[..., Any], native: Callable[..., Any], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a kernel for tensors of the device, and the native kernel for others, which torch_xla 2.8 passes too."""
+    if tensor.device.type != "xla":
+        return native(keys, tensor, *args, **kwargs)
+    return kernel(native, keys, tensor, *args, **kwargs)
+
+
+def _randperm(
+    n: int,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Tensor:
+    """Return a random order, by sorting random numbers; by sorting twice where float32 numbers may be equal."""
+    if n < 0:
+        raise RuntimeError(f"n must be non-negative, got {n}")  # PyTorch's message
+    order = torch.arange(n, device=device)
+    if n > 1:
+        order = torch.rand(n, dtype=torch.float32, device=device).argsort()
+    if n > _DISTINCT:
+        order = order[torch.rand(n, dtype=torch.float32, device=device).argsort()]
+    return order.to(dtype or torch.int64)
+
+
+def _roll(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return native(keys, tensor, *args, **kwargs) if tensor.numel() else tensor.clone()
+
+
+def _diagonal(
+    native: Callable[..., Tensor], keys: Any, tensor: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Tensor:
+    return native(keys, tensor, *_swap_dimensions(tensor.dim(), offset, dim1, dim2))
+
+
+def _diagonal_scatter(
+    native: Callable[..., Tensor],
+    keys: Any,
+    tensor: Tensor,
+    source: Tensor,
+    offset: int = 0,
+    dim1: int = 0,
+    dim2: int = 1,
+) -> Tensor:
+    return native(keys, tensor, source, *_swap_dimensions(tensor.dim(), offset, dim1, dim2))
+
+
+def _swap_dimensions(rank: int, offset: int, dim1: int, dim2: int) -> tuple[int, int, int]:
+    """Swap the first two dimensions of a diagonal, which torch_xla would otherwise mistake for the last two."""
+    return (-offset, dim2, dim1) if rank > 2 and (dim1 % rank, dim2 % rank) == (0, 1) else (offset, dim1, dim2)
+
+
+def _pixel_shuffle(_: Callable[..., Tensor], __: Any, images: Tensor, factor: int) -> Tensor:
+    """`pixel_shuffle`. torch_xla's cached graph ignores the factor, and computes all calls with the first factor."""
+    if images.dim() < 3 or factor < 1 or images.shape[-3] % factor**2:
+        raise RuntimeError(
+            f"pixel_shuffle takes images of (..., channels, height, width), whose channels {factor} x {factor} divide, "
+            f"but got {tuple(images.shape)}"
+        )
+    *rows, channels, height, width = images.shape
+    n = len(rows)
+    split = images.reshape(*rows, channels // factor**2, factor, factor, height, width)
+    split = split.permute(*range(n), n, n + 3, n + 1, n + 4, n + 2)
+    return split.reshape(*rows, channels // factor**2, height * factor, width * factor)
+
+
+def _svd(native: Callable[..., Any], keys: Any, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if matrix.dim() > 2:
+        raise RuntimeError(
+            f"torch_xla computes the singular values of one matrix at a time, but the tensor has shape "
+            f"{tuple(matrix.shape)}: call torch.stack([f(x) for x in matrices])"
+        )
+    return native(keys, matrix, *args, **kwargs)
+
+
+def _complex_or(
+    replacement: Callable[..., Tensor], kernel: Callable[..., Any], native: Any, keys: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call `replacement` for complex numbers, and `kernel` for others."""
+    return replacement(*args, **kwargs) if args[0].is_complex() else kernel(native, keys, *args, **kwargs)
+
+
+def _native(native: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
+    return native(keys, *args, **kwargs)
+
+
+def _extreme_over(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return ordering.extreme_of(partial(_over_all, 1, native), keys, tensor, *args, **kwargs)
+
+
+def _over_all(position: int, native: Callable[..., Any], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Reduce all dimensions if the argument at this position is an empty list."""
+    before, dims, after = args[: position - 1], args[position - 1 : position] or ([],), args[position:]
+    if len(before) == position - 1 and dims[0] is not None and not dims[0]:
+        return native(keys, tensor, *before, list(range(tensor.dim())), *after, **kwargs)
+    return native(keys, tensor, *args, **kwargs)
+
+
+def _transform_real(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any) -> Tensor:
+    """The Fourier transform of real numbers, followed by a product, whose gradient stands between them.
+
+    Without the product, the gradient of a following `irfft` raised an error, was wrong, or crashed the process, as if
+    freed memory were read.
+    """
+    return native(keys, tensor, *args) * 1.0
+
+
+def _einsum(native: Callable[..., Tensor], keys: Any, equation: str, tensors: list[Tensor], **kwargs: Any) -> Tensor:
+    """`einsum`; of complex numbers as products, because torch_xla's gradient omits the conjugation."""
+    if tensors and tensors[0].device.type == "xla" and any(tensor.is_complex() for tensor in tensors):
+        return operation("einsum").decompose(equation, tensors, **kwargs)  # type: ignore[no-any-return]
+    return native(keys, equation, tensors, **kwargs)
+
+
+def _inverse(native: Callable[..., Any], keys: Any, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if matrix.is_complex():
+        raise RuntimeError("torch_xla can't invert complex matrices: call torch.linalg.solve(x, identity), on the host")
+    return native(keys, matrix, *args, **kwargs)
+
+
+def _glu(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any) -> Tensor:
+    torch.ops.aten.glu(tensor.to("meta"), *args)  # raises PyTorch's error for an odd size
+    return native(keys, tensor, *args)

@@ -1,0 +1,151 @@
+"""Turns errors of torch_xla, XLA, libtpu and CUDA into a sentence that names the cure."""
+
+import re
+
+from .. import errors
+from ..backend.step_load import Load
+from ..errors import TpufitError, say_count
+from ..utils.out_of_memory import remedies, shortage
+from ..utils.text import parse_bytes, size
+from .devices import get_settled_cores
+from .driver import driver
+
+# The memory of most TPUs' cores, for errors that don't name it.
+_ROOM = 1 << 34
+# Words of XLA:CPU; XLA:TPU at compile time; libtpu when it loads a program or allocates a tensor.
+_FULL = re.compile(r"RESOURCE_EXHAUSTED|out of memory|std::bad_alloc|cannot allocate memory", re.IGNORECASE)
+_SCRATCH = re.compile(r"memory space (vmem|smem)")
+# Words that may occur in a user's error must not be enough here.
+_LOST = re.compile(
+    r"halted (?:unexpectedly|prematurely)|health check failed|\b(?:UNAVAILABLE|DATA_LOSS|ABORTED): |Socket closed"
+    r"|already in an error state"
+)
+_MESH = re.compile(r"device IDs|match mesh (?:size|dimensions)|mesh_shape", re.IGNORECASE)
+_PARTITION = re.compile(r"spmd_partitioner|SPMD partition|GSPMD|hlo_sharding|[Ss]harding.propagation|tile_assignment")
+
+_NO_KERNEL = re.compile(r"Could not run '(?:aten::)?(\S+?)' with arguments from the '(\S+?)' backend")
+_ON_HOST = re.compile(r"Expected XLA tensor|not an XLA tensor|expected tensor to be on tpu, got cpu")
+
+# The compiler's words for tensors of two float dtypes in one operation, mostly in a ValueError.
+_TWO_DTYPES = re.compile(r"Seen floating point types of different precisions|mixed precision is disallowed")
+
+_OTHERS: tuple[tuple[re.Pattern[str], type[TpufitError], str], ...] = (
+    (
+        _LOST,
+        errors.DeviceLostError,
+        "the device was lost while it computed. Restart the process (in a notebook: the kernel) and resume from the "
+        "last checkpoint; if it happens again, restart the TPU, or get another: python -m tpufit doctor checks it",
+    ),
+    (
+        _PARTITION,
+        errors.PartitionError,
+        "XLA could not split this step over the cores. Find the operation with cores=1, where nothing is split, "
+        "and fewer layers; unset XLA_AUTO_SPMD and XLA_AUTO_SPMD_MESH if they are set; a metric that causes it can be "
+        "computed from model.predict(...) instead",
+    ),
+    (
+        _TWO_DTYPES,
+        errors.BatchError,
+        "an operation of the step computes with tensors of two dtypes, which PyTorch refuses. Give it rows in the "
+        "dtype of the weights: compile(..., precision='bf16-true') makes both bfloat16, and module.float() the "
+        "weights float32",
+    ),
+    (
+        _ON_HOST,
+        errors.PlacementError,
+        "a step computes with a tensor that is on the host. Besides the batch, these move to the device: modules and "
+        "parameters among the attributes of the Model, in lists and dicts too (self.teacher = teacher), with their "
+        "buffers, and the loss of compile",
+    ),
+)
+
+
+def message_of(error: BaseException) -> str:
+    """Return the text of an error of the runtime for users."""
+    return driver().message_of(error)
+
+
+def translate(error: BaseException, load: Load | None = None) -> TpufitError | None:
+    """Translate an error of the runtime into an error of tpufit that includes the runtime's text. Raise it `from error`.
+
+    Args:
+        error: The error that torch_xla raised while a step was compiled or run.
+        load: The step's load on the device, if known.
+
+    Returns:
+        The error to raise, or None for an unknown error, which the caller should leave unchanged.
+
+    Example:
+        >>> print(translate(RuntimeError("INTERNAL: Core halted unexpectedly")))
+        the device was lost while it computed. Restart the process (in a notebook: the kernel) and resume from the last checkpoint; if it happens again, restart the TPU, or get another: python -m tpufit doctor checks it
+        torch_xla says: INTERNAL: Core halted unexpectedly
+        >>> translate(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    """  # noqa: E501
+    if isinstance(error, TpufitError) or not isinstance(error, (RuntimeError, AssertionError, ValueError)):
+        return None
+    text = message_of(error)
+    if isinstance(error, ValueError) and not _TWO_DTYPES.search(text):
+        return None
+    if (missing := _NO_KERNEL.search(text)) is not None:
+        kind = "sparse tensors" if missing[2].startswith("Sparse") else f"tensors of {missing[2]}"
+        return errors.DeviceError(
+            f"{driver().name} has no operation {missing[1]} for {kind}. Make the tensor dense (to_dense(), "
+            "sparse=False), do this in the data set, or in a callback"
+        )
+    if _SCRATCH.search(text):  # before `_FULL`, which matches these texts too
+        sentence = (
+            "an operation needs more scratch memory than a core has, which is a fault of the compiler, not of the "
+            "batch size. Try another size of the layer that the text below names, or set "
+            "LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=65536 before the start"
+        )
+        return errors.OutOfMemoryError(with_words(sentence, text))
+    if _FULL.search(text):
+        return errors.OutOfMemoryError(with_words(_explain_full_memory(text, load), text))
+    if _MESH.search(text) and isinstance(error, AssertionError):
+        sentence = (
+            "the runtime's cores differ from the cores that tpufit has settled. Other code has changed them in this "
+            "process: restart it (in a notebook: the kernel), and let tpufit.init() set the cores"
+        )
+        return errors.CoresError(with_words(sentence, text))
+    return next((kind(with_words(sentence, text)) for known, kind, sentence in _OTHERS if known.search(text)), None)
+
+
+def _explain_full_memory(text: str, load: Load | None) -> str:
+    """Make the sentence for a full memory."""
+    said = shortage(text)
+    if said.needs:
+        need = f": it needs {_make_legible(said.needs)} of {_make_legible(said.has)}"
+    elif said.free:
+        need = f": {_make_legible(said.more)} more were asked for, {_make_legible(said.free)} are free"
+    elif said.more:
+        need = f": {_make_legible(said.more)} more were asked for"
+    else:
+        need = ""
+    if load is None:
+        return f"the device has no room{need}. Take a smaller batch_size"
+    each = -(-load.rows // load.cores)
+    if load.role == "train":
+        have = (
+            f"weights {size(load.weights)}, optimizer {size(load.optimizer)}, gradients "
+            f"{size(load.learns)}, batch {size(load.batch)}; the rest are activations"
+        )
+        state = load.weights + load.optimizer + load.learns
+        room = parse_bytes(said.has) if said.has else _ROOM
+        cures = remedies(state, max(room, state), each, load.cores, load.split, load.remat)
+        cures += ["compile(precision='bf16')"] if load.precision == "fp32" else []
+        cures += ["an optimizer with less state"] if load.optimizer > load.weights else []
+    else:
+        have = f"weights {size(load.weights)}, batch {size(load.batch)}; the rest are activations and outputs"
+        cures = [f"a smaller batch_size, such as {max(1, each // 2)}"]
+    step = f"a {load.role} step of {say_count(each, 'row')} a core"
+    return f"the device has no room for {step}{need}. On each core are {have}. Try {', or '.join(cures)}"
+
+
+def _make_legible(nbytes: str) -> str:
+    return size(int(nbytes)) if nbytes.isdecimal() else nbytes
+
+
+def with_words(sentence: str, text: str) -> str:
+    cores = get_settled_cores()
+    who = "PyTorch" if cores is not None and cores.platform == "CUDA" else driver().name
+    return f"{sentence}\n{who} says: {text}"

@@ -1,0 +1,27 @@
+"""PyTorch's operations by name, and kernels that pass some calls on to them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Native = Callable[..., Any]
+"""The previous kernel of an operation; it takes the dispatcher's keys, then the operation's arguments."""
+
+
+def operation(name: str) -> Any:
+    """Return an operation of PyTorch by its name in `torch.ops.aten`, such as `"std"` or `"std.dim"`."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def with_fallback(name: str, replacement: Callable[..., Tensor | list[Tensor] | None]) -> Callable[..., Any]:
+    """Return a kernel that calls `replacement`, and PyTorch's operation if it returns None."""
+    native = operation(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        result = replacement(*args, **kwargs)
+        return native.decompose(*args, **kwargs) if result is None else result
+
+    return kernel
