@@ -5,8 +5,11 @@
 # make images  the quick tests and more on copies of Kaggle's and Colab's images, and where TorchTPU is installed
 # make torchtpu  the last of them alone
 # make docs    the site, in build/site
+# make lock    renews tests/constraints.txt, the versions of all packages that the commands above install
+# make newest  what `make test` runs, with the newest packages that setup.cfg allows: which release broke which test
 #
-# The first of them builds .venv. PYTHON=python3.12 chooses with what, and JOBS=1 runs one test at a time.
+# The first of them builds .venv, and `make soak` and `make docs` build .venv-soak, which has more packages.
+# PYTHON=python3.12 chooses with what, and JOBS=1 runs one test at a time.
 
 PYTHON ?= python3
 # One more than processors, for tests that wait.
@@ -17,6 +20,9 @@ PARALLEL := --numprocesses $(JOBS) --maxprocesses 4
 PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 RERUN := $(BIN)/python tests/rerun_failed.py $(PARALLEL)
 READY := .venv/ready
+# pip's variable, and not its option, applies to the isolated environment of a build too, before pip 25.3.
+CONSTRAINTS := tests/constraints.txt
+LOCKED := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS)
 
 # Also on a machine that has a TPU: all this is about virtual cores, and the library says how many.
 export PJRT_DEVICE := CPU
@@ -24,7 +30,7 @@ unexport CPU_NUM_DEVICES
 # Some images set it. Then each of the tests' many processes compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test soak images torchtpu docs lint
+.PHONY: demo check test soak images torchtpu docs lock newest lint
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -36,8 +42,9 @@ test: lint
 	$(RERUN) --doctest-modules --override-ini testpaths=tpufit
 	$(RERUN) -m "not soak"
 
-soak: $(READY)
-	$(BIN)/python -m pip install --editable '.[test,examples,preflight,libraries,docs]'
+soak docs: BIN := .venv-soak/bin
+
+soak: .venv-soak/ready
 	$(PYTEST) -m soak
 
 images:
@@ -46,8 +53,7 @@ images:
 torchtpu:
 	$(PYTHON) tests/images.py torchtpu --jobs $(JOBS)
 
-docs: $(READY)
-	$(BIN)/python -m pip install --editable '.[docs]'
+docs: .venv-soak/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --config-file docs/mkdocs.yml
 
 lint: $(READY)
@@ -55,7 +61,17 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(READY): setup.cfg pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --editable '.[test,examples,preflight]'
+lock: $(READY)
+	$(BIN)/uv pip compile setup.cfg --output-file $(CONSTRAINTS) --upgrade --universal --python-version 3.10 --no-config \
+		--no-annotate --quiet --extra test --extra examples --extra preflight --extra libraries --extra docs
+
+newest: $(READY)
+	$(BIN)/python tests/newest.py --jobs $(JOBS)
+
+$(READY): EXTRAS := test,examples,preflight
+.venv-soak/ready: EXTRAS := test,examples,preflight,libraries,docs
+
+$(READY) .venv-soak/ready: setup.cfg pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(@D)
+	$(LOCKED) $(@D)/bin/python -m pip install --editable '.[$(EXTRAS)]'
 	touch $@
