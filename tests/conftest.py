@@ -1,4 +1,4 @@
-"""Fixtures for all tests: `run_python`, and `@pytest.mark.cores(1, 8)` with the fixtures `cores` and `place`.
+"""Fixtures for all tests: `run_python`, and `@pytest.mark.cores(1, 8)` with `cores`, `place` and `compiles_anew`.
 
 A test marked `cores` runs once for each number of XLA cores, in a separate process (see `on_cores.py`). To debug a test
 in this process: `pytest tests/test_x.py -k test_y --on-cores 8 --pdb`. Other tests must not start the device; they fail
@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+from uuid import uuid4
 
 import on_cores
 import processes
@@ -80,14 +84,32 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for name in ("CPU_NUM_DEVICES", "TF_CPP_MIN_LOG_LEVEL"):
         os.environ.pop(name, None)
+    # Trackio reads it once, during its import, and creates the folder only when it writes.
+    trackio = os.environ["TRACKIO_DIR"] = os.path.join(tempfile.gettempdir(), f"trackio-{uuid4().hex}")
+    config.add_cleanup(functools.partial(shutil.rmtree, trackio, ignore_errors=True))
     if not config.getoption("--journal"):  # a child inherits them from its parent
         xla_flags.compile_quickly()
+        _choose_examples(random=_is_soak(config))
         if _installed("torch_tpu"):
             import plugins
 
             os.environ.update(plugins.as_tpu())
     half = on_cores.Parent if config.getoption("--on-cores") is None else on_cores.Child
     config.pluginmanager.register(half(config), "on-cores")
+
+
+def _is_soak(config: pytest.Config) -> bool:
+    return bool(config.option.markexpr == "soak")
+
+
+def _choose_examples(random: bool) -> None:
+    """Set what Hypothesis draws: the same examples in each run, or random ones in `make soak`."""
+    from hypothesis import settings
+
+    # Before the tests' files are imported, whose own `settings` are based on the profile of that moment.
+    settings.register_profile("same examples", deadline=None, derandomize=True, database=None)
+    settings.register_profile("random examples", deadline=None)
+    settings.load_profile("random examples" if random else "same examples")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -127,6 +149,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if _runs_here(item)]
     for item in items:
         if any(on_cores.count_of(item) in _counts(marker.args) for marker in item.iter_markers("soak_on")):
+            item.add_marker(pytest.mark.soak)
+        if _is_soak(config) and getattr(getattr(item, "function", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.soak)
 
 
@@ -177,6 +201,29 @@ def place(cores: int) -> Placement:
     from tpufit import runtime
 
     return runtime.placement_on(runtime.start(cores, "test"))
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def compiles_anew() -> Iterator[None]:
+    """Hide the programs that this process has compiled for other tests: a test counts its own graphs, in any order.
+
+    torch_xla can't forget a program, but it compiles a graph again if what `lowering` adds to the graph's hash differs.
+    """
+    if not _installed("torch_xla"):
+        from tpufit.runtime.driver import driver
+
+        driver()._programs.clear()
+        yield
+        return
+    from tpufit.drivers.xla import lowering
+
+    given, number = lowering.variables, next(_numbers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "variables", lambda: (*given(), f"test={number}"))
+        yield
 
 
 @pytest.fixture(autouse=True)

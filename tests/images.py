@@ -212,7 +212,7 @@ def try_out(name: str, image: Image, own: Path, jobs: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             first = Path(folder, "first.py")
             first.write_text(Page(ROOT / "README.md").program.replace("cores=8", "cores=1"))
-            run(own, "-W", "error", first, **plugin)
+            run(own, "-W", "error", "-W", "ignore:the device waited for data", first, **plugin)
         run(own, "tests/faults/kill_at_random.py", "3", **plugin)
         run(own, "tests/faults/kill_at_random.py", "2", "--cores", "2", "--signals", "KILL", "OTHER", **plugin)
         several = [f"tests/test_{file}.py" for file in ON_SEVERAL]

@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -14,7 +15,8 @@ SOURCES = Path(__file__).resolve().parent / "pod"
 WHEEL = "xla-cpu-pjrt==0.0.1"
 # Outside the checkout, so that a new checkout needn't download 63 MB again.
 KEPT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tpufit-pod"
-FOLDER = KEPT / "wheel" / "xla_plugins" / "xla_cpu_pjrt"
+UNPACKED = KEPT / WHEEL.replace("==", "-")
+FOLDER = UNPACKED / "xla_plugins" / "xla_cpu_pjrt"
 
 
 def built(name: str) -> tuple[str, str]:
@@ -27,11 +29,14 @@ def built(name: str) -> tuple[str, str]:
     KEPT.mkdir(parents=True, exist_ok=True)
     with (KEPT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not FOLDER.exists():
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", KEPT, WHEEL]
-            subprocess.run(pip, check=True)
-            with zipfile.ZipFile(next(KEPT.glob("xla_cpu_pjrt-*.whl"))) as wheel:
-                wheel.extractall(KEPT / "wheel")
+        if not UNPACKED.exists():
+            # Elsewhere first: if it is killed, the next call begins again.
+            with tempfile.TemporaryDirectory(dir=KEPT) as new:
+                pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", new, WHEEL]
+                subprocess.run(pip, check=True)
+                with zipfile.ZipFile(next(Path(new).glob("*.whl"))) as wheel:
+                    wheel.extractall(Path(new, "wheel"))
+                Path(new, "wheel").rename(UNPACKED)
         if not library.exists():
             new = library.with_suffix(".new")
             options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-I", FOLDER / "include"]

@@ -84,7 +84,7 @@ class Pod:
                 **build(),
                 "PYTHONPATH": os.pathsep.join(filter(None, [*PATH, os.environ.get("PYTHONPATH")])),
                 "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(_free_port()),
+                "MASTER_PORT": str(stack.enter_context(_reserved_port())),
                 "POD_HOSTS": str(self.hosts),
                 "POD_CORES": str(self.cores),
                 "POD_INTERLEAVED": str(int(self.interleaved)),
@@ -131,7 +131,14 @@ class Pod:
             return self.ended(processes, timeout)
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return int(one.getsockname()[1])
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """Reserve a port on which host 0 can listen.
+
+    The port stays bound here, so the kernel gives it to no other process. A socket that doesn't listen leaves its port
+    to another socket if both have SO_REUSEADDR, as PyTorch's store has.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("", 0))
+        yield reserved.getsockname()[1]

@@ -166,6 +166,7 @@ CLIPS = {
 
 
 @pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.usefixtures("compiles_anew")
 def test_clipping_equals_pytorchs_on_the_global_batch(cores, name):
     limit, clip = CLIPS[name]
     clipped, _, counts = with_tpufit(cores, 64, SGD, **{name: limit})

@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import signal
-import tempfile
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -27,9 +26,6 @@ pytestmark = [pytest.mark.cores(1, 8), pytest.mark.filterwarnings("ignore:The ``
 X = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")  # five batches of 8
 Y = np.random.default_rng(1).integers(0, 3, 40)
 EPOCHS = 2
-
-# Trackio reads it once, during its import.
-os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp(prefix="trackio-"))
 
 
 def tracker(package, kind, **options):
@@ -56,7 +52,7 @@ FACTORIES = {
     "LRScheduler": lambda folder, url: callbacks.LRScheduler(partial(lr_scheduler.StepLR, step_size=1), "step"),
     "LambdaCallback": lambda folder, url: callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None),
     "LearningRateScheduler": lambda folder, url: callbacks.LearningRateScheduler(lambda epoch, lr: lr / 2),
-    "MLflowLogger": lambda folder, url: callbacks.MLflowLogger(tracking_uri=f"sqlite:///{folder.parent}/mlflow.db"),
+    "MLflowLogger": lambda folder, url: callbacks.MLflowLogger(tracking_uri=f"sqlite:///{folder}/mlflow.db"),
     "ModelCheckpoint": lambda folder, url: callbacks.ModelCheckpoint(folder / "{epoch}.safetensors"),
     "MonitorCallback": lambda folder, url: callbacks.MonitorCallback("val_accuracy"),
     "OneCycle": lambda folder, url: callbacks.OneCycle(0.1, cycle_momentum=False),

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import sqlite3
-import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -21,8 +20,6 @@ from tpufit.errors import ArgumentError, CallbackError, TrackerError
 
 # Warnings of the packages themselves.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-# Trackio reads it once, during its import.
-os.environ.setdefault("TRACKIO_DIR", tempfile.mkdtemp(prefix="trackio-"))
 
 X = np.random.default_rng(0).normal(size=(48, 4)).astype("float32")  # six batches of 8
 Y = np.random.default_rng(1).integers(0, 3, 48)

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tpufit.data import PadToBuckets
@@ -14,7 +14,6 @@ from tpufit.step.shape_watch import ShapeWatch
 from tpufit.utils.strict import Strict
 
 
-@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6))
 def test_each_batch_has_one_of_the_lengths_and_all_its_data(lengths):
     samples = [{"text": np.arange(1, n + 1), "label": n} for n in lengths]

@@ -5,7 +5,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -36,7 +36,6 @@ def targets(data, epoch=0):
     return [batch[1].tolist() for batch in data.epoch(epoch)]
 
 
-@settings(deadline=None)
 @given(
     rows=st.integers(1, 300),
     batch_size=st.integers(1, 40),

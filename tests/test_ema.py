@@ -80,6 +80,7 @@ class Keep(Callback):
         self.kept.append(self.model.state_dict())
 
 
+@pytest.mark.usefixtures("compiles_anew")
 def test_fit_ends_with_the_averages(cores):
     keep = Keep("on_epoch_end")
     model, counts = fit(cores, [keep])

@@ -85,6 +85,7 @@ def test_rows_are_split_over_the_cores(cores):
     assert specs and all(("devices=[8,1]" in spec) == (cores == 8) for spec in specs)
 
 
+@pytest.mark.usefixtures("compiles_anew")
 def test_an_uneven_epoch_compiles_two_graphs_and_the_next_none(cores):
     model = compiled(metrics=["accuracy", torchmetrics.F1Score(task="multiclass", num_classes=10, average="macro")])
     data = (IMAGES[:600], LABELS[:600])
@@ -151,6 +152,7 @@ def test_only_reading_a_batchs_logs_waits(cores):
     ],
     ids=["sgd", "adam", "adamw", "rmsprop", "adagrad", "nadam", "adadelta"],
 )
+@pytest.mark.usefixtures("compiles_anew")
 def test_twenty_steps_equal_plain_pytorch(cores, optimizer):
     ours, theirs = mlp(), mlp()
     x, y = torch.from_numpy(IMAGES[:1280]), torch.from_numpy(LABELS[:1280])
@@ -234,6 +236,7 @@ def test_predict_returns_nests_and_ignores_targets(cores):
     assert outputs["both"][1].dtype == np.float32 and outputs["both"][1].shape == (1797,)
 
 
+@pytest.mark.usefixtures("compiles_anew")
 def test_a_custom_step_and_two_optimizers(cores):
     class Pair(nn.Module):
         def __init__(self):

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -118,7 +118,6 @@ def test_invalid_sizes(tmp_path, size):
     assert not (tmp_path / "cache").exists()
 
 
-@settings(deadline=None)
 @given(
     width=st.integers(1, 70),
     height=st.integers(1, 70),

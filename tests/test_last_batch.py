@@ -1,8 +1,5 @@
 """`fit(last_batch=...)`: one program for all batches, with the results of two."""
 
-from functools import partial
-from itertools import count
-
 import numpy as np
 import pytest
 import torch
@@ -19,12 +16,11 @@ DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(104, 6)).astype("float32")  # three steps of 32 rows, and one of 8
 Y = DRAW.integers(0, 4, 104)
 HELD = (X[:50] + 1, Y[:50])
-WIDTHS = count(17)
 SOME = np.where(DRAW.random(104) < 0.3, -100, Y)
 
 
-def network(width=16):
-    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.LayerNorm(width), nn.Linear(width, 4))
+def network():
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4))
 
 
 def compiled(net=None, loss="cross_entropy", metrics=("accuracy", "f1", "auroc"), **arguments):
@@ -47,11 +43,6 @@ def loader(cores, **arguments):
     return DataLoader(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), 32 // cores, **arguments)
 
 
-def fresh():
-    """Create a network that no other test has, so that its graphs are counted in any order of tests."""
-    return partial(network, next(WIDTHS))
-
-
 WEIGHED = {"weighted_metrics": ["accuracy"]}
 SMOOTH = nn.CrossEntropyLoss(torch.arange(1.0, 5.0), label_smoothing=0.1)
 CASES = {
@@ -64,10 +55,10 @@ CASES = {
 
 @pytest.mark.cores(1, 8, quick=False)
 @pytest.mark.parametrize(("compile", "arguments", "graphs"), CASES.values(), ids=CASES)
+@pytest.mark.usefixtures("compiles_anew")
 def test_padding_is_exact_with_one_program(cores, compile, arguments, graphs):
-    net = fresh()
-    history, weights, counts = fit(cores, "pad", compile, net=net, **arguments)
-    expected, same, more = fit(cores, "exact", compile, net=net, **arguments)
+    history, weights, counts = fit(cores, "pad", compile, **arguments)
+    expected, same, more = fit(cores, "exact", compile, **arguments)
     assert history.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=2e-5, err_msg=name)
@@ -78,10 +69,10 @@ def test_padding_is_exact_with_one_program(cores, compile, arguments, graphs):
 
 
 @pytest.mark.cores(1, 8)
+@pytest.mark.usefixtures("compiles_anew")
 def test_a_loader_and_resuming(cores, tmp_path):
     given = {"x": loader(cores), "y": None, "batch_size": None}
     given["validation_data"] = DataLoader(TensorDataset(*map(torch.from_numpy, HELD)), 32 // cores)
-    given["net"] = fresh()
     history, weights, counts = fit(cores, "pad", **given)
     assert (counts.graphs["train"], counts.graphs["eval"]) == (1, 1)
     keep = {"callbacks": [ModelCheckpoint(tmp_path, save_freq=1)], "resume": True}
@@ -92,10 +83,10 @@ def test_a_loader_and_resuming(cores, tmp_path):
 
 
 @pytest.mark.cores(1, 8)
+@pytest.mark.usefixtures("compiles_anew")
 def test_drop_trains_only_on_whole_batches(cores):
-    net = fresh()
-    history, weights, counts = fit(cores, "drop", net=net, shuffle=False)
-    expected, same, _ = fit(cores, "exact", x=X[:96], y=Y[:96], net=net, shuffle=False)
+    history, weights, counts = fit(cores, "drop", shuffle=False)
+    expected, same, _ = fit(cores, "exact", x=X[:96], y=Y[:96], shuffle=False)
     assert history == expected  # the validation too, which counts every row
     assert all(torch.equal(weights[name], value) for name, value in same.items())
     assert (counts.graphs["train"], counts.graphs["eval"]) == (1, 2)

@@ -152,6 +152,7 @@ def test_layers_learn_later_by_a_callback(cores, options):
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.usefixtures("compiles_anew")
 def test_layers_are_frozen_between_fits(cores, name):
     model = made({"sgd": partial(optim.SGD, lr=0.1, momentum=0.9), "adamw": ADAMW}[name])
     fit(model, cores, 1)

@@ -88,11 +88,14 @@ def test_a_pipe_gets_one_line_per_epoch(run_python):
     ]
 
 
+# By files, because a kernel's ports are chosen before it binds them, and another process may get them meanwhile.
 NOTEBOOK = """
 import json, nbclient, nbformat, sys
+from traitlets.config import Config
 cell = nbformat.v4.new_code_cell(sys.argv[1])
 notebook = nbformat.v4.new_notebook(cells=[cell])
-nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+by_files = Config(KernelManager={"transport": "ipc"})
+nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", config=by_files).execute()
 print(json.dumps(cell.outputs))
 """
 

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import tpufit
 from tpufit.errors import ArgumentError
 
+pytestmark = pytest.mark.usefixtures("compiles_anew")
+
 
 class Block(nn.Module):
     """What a recomputation may break: random numbers, running statistics, keywords, several outputs, autocast."""

@@ -4,10 +4,8 @@ import csv
 import errno
 import io
 import json
-import os
 import shutil
 from dataclasses import replace
-from functools import cache
 from uuid import uuid4
 
 import pytest
@@ -28,22 +26,31 @@ from tpufit.utils.urls import Mirror, Url
 X, Y = torch.randn(48, 4), torch.randint(0, 2, (48,))
 
 
-@cache
+@pytest.fixture(scope="module")
 def s3_server():
-    """A server of S3's protocol, which runs as long as this process: s3fs remembers its address."""
+    """A server of S3's protocol, and the variables that lead to it."""
+    import s3fs
     from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer(port=0)
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    os.environ |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
-    os.environ["AWS_ENDPOINT_URL"] = f"http://{host}:{port}"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "a",
+            "AWS_SECRET_ACCESS_KEY": "b",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        }.items():
+            patch.setenv(name, value)
+        yield
+    s3fs.S3FileSystem.clear_instance_cache()  # they remember the address
+    server.stop()
 
 
 def bucket():
     import s3fs
 
-    s3_server()
     name = f"bucket-{uuid4().hex}"
     s3fs.S3FileSystem().mkdir(name)
     return f"s3://{name}"
@@ -53,6 +60,7 @@ def bucket():
 def place(request, tmp_path):
     """A folder behind a URL."""
     if request.param == "s3":
+        request.getfixturevalue("s3_server")
         yield bucket()
         return
     url = f"memory://{uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}/there"

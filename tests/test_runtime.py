@@ -16,6 +16,7 @@ from tpufit.utils import counters as report
 pytestmark = pytest.mark.cores(1, 8, quick=True)
 
 
+@pytest.mark.usefixtures("compiles_anew")
 def test_reading_results_compiles_no_graph(place):
     """torch_xla itself would compile a gather for each tensor that is split over the cores."""
     (x,) = runtime.to_device([torch.arange(64.0).reshape(16, 4)], place, Sharding.ROWS)
@@ -36,6 +37,7 @@ def test_returned_inputs_belong_to_their_own_run(place):
         assert same.unique().tolist() == [i] and more.unique().tolist() == [i + 1] and out["word"] == "x"
 
 
+@pytest.mark.usefixtures("compiles_anew")
 def test_the_same_graph_is_compiled_once(place):
     program = _program(lambda t: t.sin().sum(), place, role="eval")
 

@@ -178,7 +178,7 @@ class Hungry(nn.Module):
     def forward(self, x):
         y = x @ self.weight
         if self.hungry:
-            y = y + (torch.ones(10**12, device=x.device) * y.sum().detach()).cumsum(0).sort()[0][:1]
+            y = y + (torch.ones(10**14, device=x.device) * y.sum().detach()).cumsum(0).sort()[0][:1]
         return y
 
 
@@ -191,7 +191,7 @@ import numpy as np, torch, tpufit
 class Hungry(torch.nn.Linear):
     def forward(self, x):
         y = super().forward(x)
-        return y + (torch.ones(10**12, device=x.device) * y.sum().detach()).cumsum(0).sort()[0][:1]
+        return y + (torch.ones(10**14, device=x.device) * y.sum().detach()).cumsum(0).sort()[0][:1]
 model = tpufit.Model(Hungry(4, 3))
 model.compile("adam", "mse")
 model.fit(np.ones((8, 4), "f4"), np.ones((8, 3), "f4"), batch_size=8, verbose=0)

@@ -75,6 +75,7 @@ def assert_same_training(one, other, rtol=1e-6):
 @pytest.mark.cores(2, 4, 8)
 @pytest.mark.soak_on(2, 4)
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.usefixtures("compiles_anew")
 def test_twenty_steps_equal_whole_parameters(cores, optimizer):
     whole, split = (fitted(cores, shard, optimizer) for shard in (None, "fsdp"))
     assert len(whole[0]) == 20
@@ -108,6 +109,7 @@ TELLING_OPTIONS = ("global_clip_norm", "accumulation", "averages", "joined steps
 @pytest.mark.parametrize(
     "name", [name if name in TELLING_OPTIONS else pytest.param(name, marks=pytest.mark.soak) for name in OPTIONS]
 )
+@pytest.mark.usefixtures("compiles_anew")
 def test_with_each_option_too(cores, name):
     whole, split = (fitted(cores, shard, SGD, **OPTIONS[name]) for shard in (None, "fsdp"))
     assert_same_training(whole, split)
@@ -119,6 +121,7 @@ def test_with_each_option_too(cores, name):
 
 @pytest.mark.cores(8)
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
+@pytest.mark.usefixtures("compiles_anew")
 def test_in_bfloat16(cores, precision):
     whole, split = (fitted(cores, shard, SGD, precision=precision) for shard in (None, "fsdp"))
     assert_same_training(whole, split, rtol=1e-2)
@@ -140,6 +143,7 @@ class Block(nn.Module):
 @pytest.mark.soak
 @pytest.mark.cores(8)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.usefixtures("compiles_anew")
 def test_with_recomputed_activations(cores, precision):
     trained = []
     for shard, remat in ((None, None), ("fsdp", True), (None, True), ("fsdp", "0")):
@@ -234,6 +238,7 @@ def test_a_tie_over_two_layouts_is_refused():
 
 
 @pytest.mark.cores(1)
+@pytest.mark.usefixtures("compiles_anew")
 def test_one_core_splits_nothing(cores):
     whole, split = (fitted(cores, shard, epochs=1) for shard in (None, "fsdp"))
     assert not shardings(split[1])
@@ -259,6 +264,7 @@ def test_typical_nets(cores, name, monkeypatch):
         model.compile(one.optimizer(module), one.loss, metrics=one.metrics, scale_lr=None, shard=shard)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if one.why_traced else "error")
+            warnings.filterwarnings("ignore", "the device waited for data")  # on a busy machine
             fit = model.fit(*one.data, batch_size=BATCH // cores, verbose=0, shuffle=False, cores=cores)
         assert bool(shardings(model)) == (shard is not None)
         logs.append(fit.history)

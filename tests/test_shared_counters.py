@@ -100,6 +100,7 @@ def compare(model, optimizer, net):
 
 @pytest.mark.soak_on(8)
 @pytest.mark.parametrize("name", COUNTING)
+@pytest.mark.usefixtures("compiles_anew")
 def test_parameters_without_gradients_dont_count(cores, name):
     net = Heads()
     ours = copy.deepcopy(net)

@@ -38,7 +38,7 @@ def rows(batches):
     return [int(row) for batch in batches for row in (batch[0] if isinstance(batch, (tuple, list)) else batch)]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     length=st.integers(1, 2000),
     batch_size=st.integers(1, 300),
@@ -77,7 +77,6 @@ def test_every_row_exactly_once(length, batch_size, owners, shuffle, epoch, resu
         assert rows(anywhere.epoch(epoch)) == whole[position:]
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 64), length=st.integers(0, 500), data=st.data())
 def test_hosts_share_a_batch(count, length, data):
     owners = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
@@ -192,7 +191,6 @@ def test_a_position_that_was_not_reached():
 
 
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
-@settings(deadline=None)
 @given(length=st.integers(1, 40), size=st.integers(1, 7), steps=st.integers(1, 20), done=st.integers(0, 100))
 def test_epochs_by_steps_end_with_the_data_and_resume_within_a_pass(length, size, steps, done):
     def epochs(data, first, count):

@@ -2,12 +2,11 @@
 
 import gzip
 import json
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 
 import numpy as np
@@ -65,16 +64,18 @@ model.fit(x, y, batch_size=4, epochs=4, cores=8, verbose=0, initial_epoch=2 if r
 
 @pytest.fixture
 def server(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(tmp_path / "logs"), "--port", str(port)]
-    log = (tmp_path / "server.log").open("w+")
-    process = subprocess.Popen([*command, "--host", "127.0.0.1"], stdout=log, stderr=subprocess.STDOUT)
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(tmp_path / "logs"), "--host", "127.0.0.1"]
+    log = tmp_path / "server.log"
+    with log.open("w") as written:
+        process = subprocess.Popen([*command, "--port", "0"], stdout=written, stderr=subprocess.STDOUT)
 
     def get(path, body, read):
+        # The server chooses its port, and says so when it listens.
+        address = re.search(r"http://127\.0\.0\.1:\d+/", log.read_text())
+        if address is None:
+            raise OSError("it is still starting")
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/data/plugin/{path}", data)
+        request = urllib.request.Request(f"{address[0]}data/plugin/{path}", data)
         if data is not None:
             request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=20) as answer:
@@ -83,20 +84,19 @@ def server(tmp_path):
     def ask(path, until=bool, body=None, timeout=90, read=json.loads):
         end = time.monotonic() + timeout
         while time.monotonic() < end:
-            assert process.poll() is None, (log.seek(0), log.read())[1]
+            assert process.poll() is None, log.read_text()
             try:
                 answer = get(path, body, read)
                 if until(answer):
                     return answer
-            except urllib.error.URLError:
+            except OSError:  # urllib's errors, and a connection that is cut
                 pass  # it is still starting, or hasn't read all files
             time.sleep(0.3)
-        pytest.fail(f"the server had no answer to {path} in {timeout} s: {(log.seek(0), log.read())[1]}")
+        pytest.fail(f"the server had no answer to {path} in {timeout} s: {log.read_text()}")
 
     yield ask
     process.kill()
     process.wait()
-    log.close()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ KERNEL = """
 import json, sys, time
 from jupyter_client import KernelManager
 
-manager = KernelManager(kernel_name="python3")
+manager = KernelManager(kernel_name="python3", transport="ipc")  # a port could be taken before the kernel binds it
 manager.start_kernel()
 client = manager.client()
 client.start_channels()
