@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from .child_python import child_python
+from .defer_interrupt import defer_interrupt
 from .hardware import LACKS_MEMORY
 from .terminal import can_draw, standard_output
 
@@ -43,9 +44,11 @@ def run(
     status: Any = console.status(what) if clock and can_draw(console) else nullcontext()
     # A file rather than a pipe, which would fill up during the wait.
     with tempfile.TemporaryFile("w+", errors="replace") as said, status as shown:
-        process = subprocess.Popen(**python, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
+        process = None
         in_time = True
         try:
+            with defer_interrupt():  # else an interrupt could come when the process runs and has no name yet
+                process = subprocess.Popen(**python, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
             while in_time:
                 try:
                     process.wait(_TICK)
@@ -56,8 +59,9 @@ def run(
                         shown.update(f"{what} ... {taken:.0f} s")
                     in_time = taken <= seconds
         finally:
-            process.kill()
-            process.wait()
+            if process is not None:
+                process.kill()
+                process.wait()
         said.seek(0)
         return End(process.returncode if in_time else None, said.read())
 
