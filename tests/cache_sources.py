@@ -82,8 +82,13 @@ def slow(sample):
 
 
 def note_process(sample):
-    """Write a file named after the process's id into the folder in the variable PIDS."""
+    """Write a file named after the process's id into the folder in the variable PIDS.
+
+    Sample 100 isn't made while there is a file with the folder's name and `.hold`.
+    """
     open(os.path.join(os.environ["PIDS"], str(os.getpid())), "a").close()
+    while sample[1] == 100 and os.path.exists(os.environ["PIDS"] + ".hold"):
+        time.sleep(0.001)
     return slow(sample)
 
 

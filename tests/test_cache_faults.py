@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parent
 IMPORTS = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
 MODES = ["mmap", "ram"]
-SOON = 60.0  # the time limit, in seconds, for something that takes a few
+SOON = 120.0  # the time limit, in seconds, for something that takes a few
 
 
 def rows(folder, transform=None, count=64, workers=0, **options):
@@ -116,13 +116,22 @@ def pids(tmp_path, monkeypatch):
 
 @contextmanager
 def at_work(folder, pids, count):
-    """Start a warm-up with two workers; yield once they create samples. At the end of the block all have ended."""
+    """Start a warm-up with two workers, which can't end before `let_end`; yield once they create samples.
+
+    At the end of the block all have ended.
+    """
     for path in pids.iterdir():
         path.unlink()
+    pids.with_suffix(".hold").touch()
     with running(folder, WARM_UP.format(count=count), PIDS=str(pids)) as process:
         assert becomes(lambda: workers_of(process, pids)), (folder / "output").read_text()
         yield process
+        let_end(pids)
         assert becomes(lambda: not any(map(alive, workers_of(process, pids))))
+
+
+def let_end(pids):
+    pids.with_suffix(".hold").unlink(missing_ok=True)
 
 
 def workers_of(process, pids):
@@ -149,6 +158,7 @@ def kill_and_resume(folder, pids, times, count, seed):
         assert left.verify() == []
         assert left.info().missing == count // 16 - len(finished(cache)) > 0
     with at_work(folder, pids, count) as process:
+        let_end(pids)
         assert process.wait(timeout=SOON) == 0, (folder / "output").read_text()
     data = CachedDataset.open(cache)
     assert data.verify() == []
@@ -188,6 +198,7 @@ def test_killed_while_writing(tmp_path, run_python):
     assert before.items() <= finished(cache).items() and not list(cache.glob(".*.tmp-*"))
 
 
+@pytest.mark.soak
 def test_interrupted_from_the_keyboard(tmp_path, pids):
     with at_work(tmp_path, pids, count=480) as process:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -206,6 +217,7 @@ def test_two_warm_ups_at_once(tmp_path, pids):
         for use in (lambda: mine.warm_up(progress=False), lambda: mine[0]):
             with pytest.raises(CacheBusyError, match="another warm-up is running in"):
                 use()
+        let_end(pids)
         assert process.wait(timeout=SOON) == 0, (tmp_path / "output").read_text()
     assert_right(mine)
 
@@ -246,7 +258,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_disk_that_fills_up(tmp_path, small_disk, monkeypatch, workers):
     ballast = (small_disk or tmp_path) / "ballast"
     if small_disk is None:  # otherwise the file system's error is simulated

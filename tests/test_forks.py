@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import select
+import signal
 
 import numpy as np
 import pytest
@@ -41,12 +43,15 @@ def in_fork(call):
         os.write(into, said.encode())
         os._exit(0)
     os.close(into)
+    if not select.select([out], [], [], 120)[0]:  # it hangs
+        os.kill(child, signal.SIGKILL)
     with open(out) as pipe:
         said = pipe.read()
     os.waitpid(child, 0)
     return said
 
 
+@pytest.mark.soak_on(8)
 def test_each_use_of_the_device_in_a_fork_is_an_error(cores):
     model = trained(cores)
     weight = model.module.weight
@@ -73,7 +78,7 @@ def test_each_use_of_the_device_in_a_fork_is_an_error(cores):
     assert model.predict(X, verbose=0).shape == (16, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_fork_ends_with_its_own_exit_status(cores, run_python):
     ended = run_python(
         f"""
@@ -99,13 +104,14 @@ def predicted(model, queue):
         queue.put(str(error))
 
 
+@pytest.mark.soak
 def test_a_forked_multiprocessing_process_is_refused(cores):
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     process = context.Process(target=predicted, args=(trained(cores), queue))
     process.start()
     assert "get_context('spawn')" in queue.get()
-    process.join(60)
+    process.join(120)
     assert process.exitcode == 0
 
 
@@ -123,7 +129,7 @@ class Rows(Dataset):
         return X[i], Y[i] if self.weight is None else Y[i] * self.weight.cpu().sum().item()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_workers_can_read_but_cannot_use_the_device(cores):
     model = trained(cores)
     before = model.get_weights()[0]

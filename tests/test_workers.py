@@ -107,6 +107,7 @@ def test_a_killed_worker_is_named(cores):
     assert len(train(cores)[1]["loss"]) == 2  # the process continues
 
 
+@pytest.mark.soak_on(8)
 def test_a_worker_that_dies_while_its_batch_is_fetched_is_named(cores, monkeypatch):
     def fetched_too_late(file):
         for worker in multiprocessing.active_children():
@@ -131,7 +132,7 @@ class DeathInABatch(Callback):
         signal.raise_signal(signal.SIGCHLD)
 
 
-@pytest.mark.soak_on(8)
+@pytest.mark.soak
 def test_a_dead_worker_doesnt_interrupt_a_callback(cores, tmp_path):
     list(DataLoader(Points(), num_workers=1))  # in the main thread, where PyTorch sets its handler
     handler, allowed = signal.getsignal(signal.SIGCHLD), tmp_path / "allowed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -40,8 +41,21 @@ class Child:
             assert time.monotonic() < self._end, f"it never said {line!r}\n{self.output}\n{self.errors}"
             time.sleep(0.01)
 
+    def wait_for_error(self, words: str) -> None:
+        """Wait until it has printed words on stderr."""
+        while words not in self.errors:
+            assert not processes.has_exited(self.process), f"it ended without {words!r}\n{self.output}\n{self.errors}"
+            assert time.monotonic() < self._end, f"it never said {words!r}\n{self.output}\n{self.errors}"
+            time.sleep(0.01)
+
     def send(self, number: int) -> None:
         os.kill(self.process.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM, and end `training.hold` once the training has noted it."""
+        self.send(signal.SIGTERM)
+        self.wait_for_error("SIGTERM: finishing the step")
+        (self._out.parent / "go").touch()
 
     def end(self) -> int:
         """Wait for its end, and return its exit status, which is negative after a signal."""
@@ -53,6 +67,7 @@ class Child:
 def started(code: str, folder: Path, timeout: float = 240, fresh: bool = False) -> Iterator[Child]:
     """Run code that may `from training import *`, optionally in a new Python. Afterwards the process is killed."""
     out, err = folder / "stdout", folder / "stderr"
+    (folder / "go").unlink(missing_ok=True)
     with out.open("wb") as stdout, err.open("wb") as stderr:
         command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)]
         environment = {**os.environ, **ENV}

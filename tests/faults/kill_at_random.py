@@ -42,7 +42,7 @@ if find_spec("torch_xla"):
     import torch_xla  # noqa: F401 - imported once, for all that are forked
 
 LIMIT = 300.0  # the time limit of a process, in seconds
-ENDS = 60.0  # seconds that a process has to end after a signal or the loss of a core
+ENDS = 120.0  # seconds that a process has to end after a signal or the loss of a core
 OTHER = "OTHER"  # kill -9 of another core's process
 PR_SET_CHILD_SUBREAPER = 36  # see prctl(2)
 
@@ -166,9 +166,9 @@ def disturb(child: Child, moments: random.Random, usual: Reference, signals: lis
 
 
 def leftovers(temporary: Path) -> list[str]:
-    """Wait up to 20 seconds for the remaining processes of an ended training. List remaining processes and files."""
+    """Wait up to 120 seconds for the remaining processes of an ended training. List remaining processes and files."""
     remaining = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     with suppress(ChildProcessError):  # raised if none remains, because this process has adopted them
         while time.monotonic() < deadline:
             if not os.waitpid(-1, os.WNOHANG)[0]:

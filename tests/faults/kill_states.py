@@ -29,7 +29,7 @@ from tpufit.callbacks import Callback, ModelCheckpoint
 if find_spec("torch_xla") is not None:
     import torch_xla  # noqa: F401 - imported once, for all that are forked
 
-LIMIT = 60.0  # the time limit for the first checkpoint, in seconds
+LIMIT = 120.0  # the time limit for the first checkpoint, in seconds
 
 
 class Killed(Callback):

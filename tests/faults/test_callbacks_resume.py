@@ -1,7 +1,6 @@
 """Callbacks with counts, resumed in a new process."""
 
 import json
-import random
 import signal
 import textwrap
 
@@ -55,14 +54,15 @@ def test_tensorboard_has_each_step_once_after_a_kill(tmp_path, run_python):
     code = """
         from training import *
         from tpufit.callbacks import TensorBoard
-        run(8, "run", Say(), TensorBoard("logs", update_freq=1), every=4, resume=True, validation_data=(X[:30], Y[:30]))
+        board, held_out = TensorBoard("logs", update_freq=1), (X[:30], Y[:30])
+        run(8, "run", Say(), board, Hold({}), every=4, resume=True, validation_data=held_out)
         """
-    with children.started(code, tmp_path) as child:
+    with children.started(code.format(11), tmp_path) as child:
         child.wait_for("saved 8")
-        child.wait_for("done 11")
+        child.wait_for("step 11")
         child.send(signal.SIGKILL)
         child.end()
-    ended = run_python(code, env=children.ENV)
+    ended = run_python(code.format(-1), env=children.ENV)
     assert ended.returncode == 0, ended.stderr
     read = run_python(
         """
@@ -90,13 +90,13 @@ LOGGED = """
     model = compiled()
     mlflow = MLflowLogger(tracking_uri="sqlite:///mlflow.db", update_freq=1)
     logs = [CSVLogger("log.csv"), TensorBoard("logs", update_freq=1), mlflow, ModelCheckpoint("run", save_freq=3)]
-    fit(model, 1, *logs, Say(), resume=True, validation_data=(X[:30], Y[:30]))
+    fit(model, 1, *logs, Say(), Hold({hold}), resume=True, validation_data=(X[:30], Y[:30]))
     say("history", json.dumps([model.history.epoch, model.history.history]))
     say("plotted", [len(line.get_xdata()) for line in model.history.plot().axes[0].lines])
     client = mlflow.library.MlflowClient(mlflow.tracking_uri)
     names = ("loss", "val_loss", "epoch", "batch_loss")
-    found = {name: client.get_metric_history(mlflow.run_id, name) for name in names}
-    say("mlflow", json.dumps({name: [(point.step, point.value) for point in own] for name, own in found.items()}))
+    found = {{name: client.get_metric_history(mlflow.run_id, name) for name in names}}
+    say("mlflow", json.dumps({{name: [(point.step, point.value) for point in own] for name, own in found.items()}}))
     """
 SHOWN = """
     import json
@@ -115,19 +115,18 @@ SHOWN = """
 def test_files_of_callbacks_equal_an_undisturbed_training(tmp_path, run_python):
     pytest.importorskip("mlflow")
     found = {}
-    draws = random.Random()
-    # At random steps after a checkpoint: without one a training would start from the beginning.
-    faults = [(signal.SIGTERM, 143, 3, draws.randint(4, 7)), (signal.SIGKILL, -9, 9, draws.randint(10, 13))]
+    # After a checkpoint: without one a training would start from the beginning.
+    faults = [(signal.SIGTERM, 143, 3, 5), (signal.SIGKILL, -9, 9, 11)]
     for name in ("whole", "broken off"):
         folder = tmp_path / name
         folder.mkdir()
         for number, status, saved, step in () if name == "whole" else faults:
-            with children.started(LOGGED, folder) as child:
+            with children.started(LOGGED.format(hold=step), folder) as child:
                 child.wait_for(f"saved {saved}")
-                child.wait_for(f"done {step}")
-                child.send(number)
+                child.wait_for(f"step {step}")
+                child.terminate() if number == signal.SIGTERM else child.send(number)
                 assert child.end() == status, child.errors
-        with children.started(LOGGED, folder) as child:
+        with children.started(LOGGED.format(hold=-1), folder) as child:
             assert child.end() == 0, child.errors
             said = [line for line in child.output.splitlines() if line.startswith(("history", "plotted", "mlflow"))]
         shown = run_python(f"import os; os.chdir({str(folder)!r})\n" + textwrap.dedent(SHOWN))

@@ -21,7 +21,7 @@ WORKERS = """
 
     model = tpufit.Model(nn.Linear(4, 3))
     model.compile("adam", "cross_entropy")
-    loader = DataLoader(Rows(), 4, num_workers=2, timeout=5)
+    loader = DataLoader(Rows(), 4, num_workers=2, timeout={timeout})
     try:
         model.fit(loader, epochs=3, verbose=0, cores=8)
     finally:
@@ -42,12 +42,13 @@ WORKERS = """
             "killed by signal 9",
             marks=pytest.mark.soak,
         ),
-        ("time.sleep(600)", "returned nothing for 5 s (its timeout)"),
+        pytest.param("time.sleep(600)", "returned nothing for 5 s (its timeout)", marks=pytest.mark.soak),
     ],
     ids=["raises", "killed", "hangs"],
 )
 def test_a_program_whose_worker_fails_ends_in_time(run_python, tmp_path, fault, said):
-    ended = run_python(WORKERS.format(fault=fault), timeout=120)
+    timeout = 5 if "timeout" in said else 0  # a busy machine delays healthy workers
+    ended = run_python(WORKERS.format(fault=fault, timeout=timeout), timeout=240)
     assert ended.returncode == 1 and said in ended.stderr
     assert (tmp_path / "after.safetensors").exists()
     last = ended.stderr.rstrip().splitlines()[-1]

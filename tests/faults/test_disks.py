@@ -41,7 +41,7 @@ FULL = """
     """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_disk_that_fills_up(tmp_path, run_python):
     program = FULL.format(size=330) + (
         """
@@ -140,7 +140,9 @@ FULL_FILES = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["csv", "board", "weights"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("csv", marks=pytest.mark.soak), pytest.param("board", marks=pytest.mark.soak), "weights"]
+)
 def test_a_full_disk_is_a_warning_and_the_third_in_a_row_an_error(tmp_path, run_python, kind):
     code = FULL_FILES.format(kind=kind, tests=str(children.FAULTS.parent))
     ended = run_python(code, env=children.ENV)

@@ -126,7 +126,7 @@ def test_after_each_write_of_a_checkpoint(run_python):
 @pytest.mark.soak
 def test_at_random_moments(tmp_path):
     command = [sys.executable, children.FAULTS / "kill_at_random.py", "5", "--cores", "8", "--folder", tmp_path]
-    ended = processes.run(command, timeout=300)
+    ended = processes.run(command, timeout=1200)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "5 kills on 8 cores" in ended.stdout
     assert " 0 lost" in ended.stdout
@@ -134,7 +134,7 @@ def test_at_random_moments(tmp_path):
 
 @pytest.mark.soak
 def test_each_kind_of_state():
-    ended = processes.run([sys.executable, children.FAULTS / "kill_states.py"], timeout=1200)
+    ended = processes.run([sys.executable, children.FAULTS / "kill_states.py"], timeout=2400)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.endswith(" 0 lost\n")
     assert int(ended.stdout.splitlines()[-1].split()[0]) > 90
