@@ -52,6 +52,7 @@ def install(
     for kernels in (
         "lower_missing",
         "mend_kernels",
+        "mend_syncs",
         "narrow_indices",
     ):  # these wrap torch_xla's kernels, which the fake lacks
         monkeypatch.setattr(f"tpufit.drivers.xla.start.{kernels}", lambda *key: None)

@@ -1,6 +1,8 @@
 """Settings that torch_xla reads only during lowering: two fits that differ in one get two programs."""
 
+import importlib
 import os
+import pickle
 import textwrap
 
 import numpy as np
@@ -11,6 +13,7 @@ from torch import nn
 import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback
+from tpufit.runtime.driver import driver
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(64, 6)).astype("float32")
@@ -157,3 +160,55 @@ def test_layers_of_one_shape_that_are_swapped_are_noticed(cores, when):
         return losses + model.fit(**data, epochs=2).history["loss"]
 
     assert trained(False) == pytest.approx(trained(True), rel=1e-5)
+
+
+# All of these go through torch_xla's own search for a program. Each returns the value of a tensor of one number.
+READS = {
+    "item": lambda t: t.item(),
+    "cpu": lambda t: float(t.cpu()),
+    "format": lambda t: float(f"{t}".strip("tensor([])").split(",")[0].strip("]")),
+    "copy_": lambda t: float(torch.zeros(1).copy_(t)),
+    "an operation that runs on the host": lambda t: float(torch.histc(t, 3, 0, 3).argmax()) + 0.5,
+    "torch_xla.sync": lambda t: (importlib.import_module("torch_xla").sync(), t.item())[1],
+    "pickle": lambda t: float(pickle.loads(pickle.dumps(t))),
+}
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("read", READS)
+def test_a_read_tells_operands_of_one_shape_apart(cores, read):
+    placement = runtime.placement_on(runtime.start(cores, "test"))
+    three, one = placement.send([torch.tensor([3.0]), torch.tensor([1.0])])
+    placement.launch("transfer")
+    found = [READS[read](top / (three - one)) for top in (three, one, three)]
+    assert found == [1.5, 0.5, 1.5]
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("call", ["predict", "evaluate", "model"])
+@pytest.mark.parametrize("jit_compile", ["auto", False], ids=["replayed", "traced"])
+def test_each_call_tells_layers_of_one_shape_apart(cores, call, jit_compile):
+    x = torch.from_numpy(X)
+    for order in ([0, 1, 0], [0, 1, 1]):
+        net = Routed(order)
+        expected = net(x).detach()
+        model = tpufit.Model(net)
+        model.compile("sgd", "mse", jit_compile=jit_compile)
+        if call == "evaluate":
+            found = torch.tensor(model.evaluate(X, X, verbose=0, cores=cores))
+            expected = nn.functional.mse_loss(expected, x)
+        else:
+            predicted = model.predict(X, verbose=0, cores=cores)
+            found = model(x).detach().cpu() if call == "model" else torch.from_numpy(predicted)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.usefixtures("compiles_anew")
+def test_a_graph_is_compiled_once_however_often_it_is_read(cores):
+    placement = runtime.placement_on(runtime.start(cores, "test"))
+    a, b = placement.send([torch.ones(3), torch.ones(3)])
+    before = driver().count_compiled()
+    for _ in range(3):
+        (a * (a - b)).sum().item()
+    assert driver().count_compiled() - before == 1

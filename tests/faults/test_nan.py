@@ -69,7 +69,8 @@ def test_training_ends_soon_and_names_the_step(cores, capsys, tmp_path, options)
     assert model.first_bad_step == STEPS + BAD
     assert capsys.readouterr().out == f"step {STEPS + BAD} returned a loss that is not finite: training ends\n"
     assert BAD <= counts.batches <= BAD + 64 * options.get("steps_per_execution", 1)
-    assert set(waits) <= {"capture", "audit", "throttle", "logs"} and waits["logs"] <= 1
+    launches = {"launch"} if options == {"jit_compile": False} else set()  # a step that is traced waits for the last
+    assert set(waits) <= {"capture", "audit", "throttle", "logs"} | launches and waits["logs"] <= 1
     weights = model.state_dict()
     assert next(name for name, value in weights.items() if not value.isfinite().all()) == "0.weight"
     assert len(history["loss"]) == 1 and np.isnan(history["loss"][0])  # the epoch is in the logs, unchanged

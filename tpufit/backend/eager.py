@@ -67,7 +67,7 @@ class EagerPlacement(Placement):
             for t, own in zip(tensors, each, strict=True)
         ]
 
-    def launch(self, role: str, cause: str = "") -> None:
+    def launch(self, role: str, cause: str = "", tensors: Sequence[Tensor] | None = None) -> None:
         pass
 
     def pin(self, tensor: Tensor, sharding: Sharding = Sharding.WHOLE) -> Tensor:

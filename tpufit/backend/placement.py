@@ -135,12 +135,14 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def launch(self, role: str, cause: str = "") -> None:
+    def launch(self, role: str, cause: str = "", tensors: Sequence[Tensor] | None = None) -> None:
         """Start everything that is pending here, without waiting for it.
 
         Args:
             role: The role that a graph is counted under, if one must be compiled.
             cause: The reason for that graph.
+            tensors: All tensors that may be pending and that Python refers to (default: a search among all objects,
+                which takes a tenth of a second or more if any tensor is pending).
         """
 
     @abstractmethod

@@ -90,10 +90,17 @@ class Target:
                 self.state.pin(self.state.tensors, self.placement)
             return result
 
-    def launch(self, outputs: Any, because: str) -> Any:
-        """Run a trace that can't be replayed for this reason. If it fails, the state that it changed is lost."""
+    def launch(self, outputs: Any, new: Sequence[Tensor], because: str) -> Any:
+        """Run a trace that can't be replayed for this reason. If it fails, the state that it changed is lost.
+
+        Args:
+            outputs: The body's result.
+            new: The living tensors that the trace has made.
+            because: The reason.
+        """
         try:
-            self.placement.launch(self.role, f"it is traced anew on every call, because {because}")
+            changed = [*self.state.list_present(), *self.sums.tensors, *new]
+            self.placement.launch(self.role, f"it is traced anew on every call, because {because}", changed)
         except BaseException:
             tensors = self.state.tensors
             # Mark before pending work is dropped; afterwards lost tensors can't be distinguished.
@@ -417,7 +424,7 @@ class Capture:
     def launch(self, cause: str) -> Any:
         """Run this trace, which can't be replayed for this reason, and return the body's result."""
         if driver().is_lazy:
-            return self._target.launch(self.outputs, cause)
+            return self._target.launch(self.outputs, self.new, cause)
         graph = self.graph()
         if graph is None:
             return self.outputs

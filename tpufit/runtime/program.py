@@ -27,7 +27,7 @@ from .capture import Capture, Target, undoing
 from .device_state import HeldState
 from .driver import driver
 from .graph import Graph
-from .lazy import drop, find_pending_elsewhere, wait
+from .lazy import drop, find_pending_elsewhere, noting_new, wait
 from .placement import CorePlacement
 from .trace_context import tracing_with
 from .trace_watch import Glance, Watch, cure_for, explain_slowness
@@ -285,14 +285,13 @@ class CapturedProgram(Program):
         if not driver().is_lazy and not self._reads:
             return self._run_traced(inputs, seeds, body)
         target.sums.begin()
+        # Without strict, there is no watch, which takes time and isn't needed.
+        watch = self._watch() if self._strict else nullcontext()
         if self._strict:
             self._finish()
-            with undoing(target.state):
-                outputs = target.trace(body, inputs, target.trace_seeds(seeds), self._watch())
-        else:
-            # Without a watch, which takes time and isn't needed.
-            outputs = target.trace(body, inputs, target.trace_seeds(seeds), nullcontext())
-        return target.launch(outputs, self.traced_because)
+        with undoing(target.state) if self._strict else nullcontext(), noting_new() as new:
+            outputs = target.trace(body, inputs, target.trace_seeds(seeds), watch)
+        return target.launch(outputs, new, self.traced_because)
 
     def _run_traced(self, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
         """Trace the step on a runtime that isn't lazy, so that its numbers equal a replay's."""

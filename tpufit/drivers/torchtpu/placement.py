@@ -45,7 +45,7 @@ class TpuCore(CorePlacement):
     def shares_only_steps(self) -> bool:
         return self.has_mesh
 
-    def launch(self, role: str, cause: str = "") -> None:
+    def launch(self, role: str, cause: str = "", tensors: Sequence[Tensor] | None = None) -> None:
         self.tpu.compute_all()
 
     def pin(self, tensor: Tensor, sharding: Sharding = Sharding.WHOLE) -> Tensor:

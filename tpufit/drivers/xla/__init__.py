@@ -9,7 +9,8 @@
 | `reading` | copies tensors from the device to the host, which waits |
 | `rows` | the rows of a batch on this host's cores |
 | `seeds` | the random numbers of a trace |
-| `lowering` | adds settings that affect lowering to the graph's hash |
+| `lowering` | adds to a graph's hash what it omits: settings, and which operands an operation takes |
+| `reads`, `syncs` | make reads by user code, and torch_xla's own functions, use this hash |
 | `indices` | 32-bit indices, where several cores share rows |
 | `bits` | the random bits of a dropout |
 | `kernels` | replaces kernels of torch_xla that crash, don't compile, or differ from PyTorch's |

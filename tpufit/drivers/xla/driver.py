@@ -181,12 +181,11 @@ class XlaDriver(Driver):
         return list(xla()._get_tensors_xla_device_data_node(list(roots))[1])
 
     def outline_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
-        lowering.exclude_operands()
         return self._hash_of(roots, values, donated)
 
     def hash_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
-        lowering.include_operands(roots)
-        return self._hash_of(roots, values, donated)
+        with lowering.telling_apart(roots):
+            return self._hash_of(roots, values, donated)
 
     def _hash_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
@@ -204,7 +203,8 @@ class XlaDriver(Driver):
     def compile(self, trace: Trace) -> None:
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-        with counters.role(trace.role, trace.cause), alias_with_buffer_donor_config():
+        named = lowering.telling_apart(trace.roots)
+        with counters.role(trace.role, trace.cause), alias_with_buffer_donor_config(), named:
             xla()._xla_warm_up_cache(trace.roots, [])
 
     def text_of(self, roots: Sequence[Tensor]) -> str:

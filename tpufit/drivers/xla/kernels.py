@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.ops.native import operation
-from . import activations, complexes, fourier, ordering, pools
+from . import activations, complexes, fourier, ordering, pools, reads
 from .release import redispatch
 
 _DISTINCT = 256  # up to this number, random numbers are rarely equal: once in 500 times
@@ -30,7 +30,7 @@ def mend_kernels(backend: str = "XLA") -> None:
     `roll` of an empty tensor divides by zero. `randperm` doesn't compile if several cores share the rows that it
     shuffles. An empty list of dimensions should mean all dimensions, but reduces none. Diagonals of a tensor's first
     two dimensions, `pixel_shuffle` by a second factor, and singular values of several matrices are wrong.
-    `activations`, `complexes`, `fourier`, `ordering` and `pools` describe the other differences.
+    `activations`, `complexes`, `fourier`, `ordering`, `pools` and `reads` describe the other differences.
     """
     if backend in _libraries:
         return
@@ -47,6 +47,9 @@ def mend_kernels(backend: str = "XLA") -> None:
         for name, kernel in _kernels().items():
             key, native = redispatch(f"aten::{name}", backend)
             library.impl(name, partial(_on_the_device, kernel, native), key, with_keyset=True)
+        for name, kernel in (("copy_", reads.copy), ("_to_cpu", reads.read_all)):
+            key, native = redispatch(f"aten::{name}", backend)
+            library.impl(name, partial(kernel, native), key, with_keyset=True)
         for name, kernel in _kernels_above_gradients().items():
             for backend_key in (f"Autograd{backend}", backend):  # the latter for torch.inference_mode
                 key, native = redispatch(f"aten::{name}", backend_key)
@@ -57,6 +60,7 @@ def mend_kernels(backend: str = "XLA") -> None:
 def _kernels() -> dict[str, Callable[..., Any]]:
     """Return the kernels that take the native kernel, the dispatcher's keys, and the operation's arguments."""
     kernels: dict[str, Callable[..., Any]] = {"roll": _roll, "glu": _glu}
+    kernels |= {"_local_scalar_dense": reads.read, "_to_copy": reads.convert}
     kernels |= {"inverse": _inverse, "linalg_inv_ex": _inverse}
     kernels |= {"_linalg_svd": _svd, "pixel_shuffle": _pixel_shuffle, "svd": _svd}
     kernels |= {name: partial(_over_all, position) for name, position in _DIMENSIONS.items()}

@@ -2,17 +2,21 @@
 
 torch_xla finds a compiled program by the hash of its graph. The hash omits settings that are read only during lowering,
 such as the precision, and which of several inputs of one shape an operation takes: two nets that use the same layers in
-a different order have the same hash. torch_xla would silently run the program that it compiled first.
+a different order have the same hash. torch_xla would silently run the program that it compiled first. So whatever looks
+for a program is called inside `telling_apart`.
 """
 
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import compress, count
 
 from torch import Tensor
 
+from ...utils.counters import waiting
 from .bindings import xla
 
 # torch_xla's hash includes the value of this variable, which it reads each time. The variable affects only
@@ -22,31 +26,81 @@ _IN_THE_HASH = "XLA_AUTO_SPMD_MESH"
 # The environment variables that torch_xla reads for each compilation. It reads all others once.
 _VARIABLES = ("CONVERT_SHLO_TO_SHARDY", "XLA_STABLEHLO_COMPILE")
 
-_OPERANDS = re.compile(r"%[\d.]+")  # the numbers of operations in a graph's text
-
 _DEFAULT = "default"  # the precision that adds nothing to the hash
+
+_one_at_a_time = threading.RLock()  # the variable is the process's
+
+_OPERATION = re.compile(r"^ *(%\d+) = (.*)$", re.M)
+_LAYOUT = re.compile(r"\{[\d,]*\}")
+_OPERAND = re.compile(r"%\d+")
+_known: dict[bytes, str] = {}  # the result of `_hash_operands` by the hash of the lowered graph
 
 
 def set_matmul_precision(name: str) -> None:
     """Set the precision of float32 matrix products in graphs that are lowered later. It matters only on a TPU."""
     if xla()._xla_get_mat_mul_precision() != name:
         xla()._xla_set_mat_mul_precision(name)
-    exclude_operands()
-
-
-def exclude_operands() -> None:
-    """Let the hash ignore which tensors each operation takes."""
     _set_hash_words(*_lowering_settings())
 
 
-def include_operands(roots: Sequence[Tensor]) -> None:
-    """Let the hash depend on which tensors each operation of a graph takes, until the end of `lowering`.
+@contextmanager
+def telling_apart(tensors: Sequence[Tensor], reason: str = "") -> Iterator[None]:
+    """A context in which torch_xla finds the program of pending tensors by the operands of each operation too.
 
-    This takes up to 0.1 ms per operation, a hundred times as long as the hash.
+    **This waits** for the device if a tensor is pending: a graph whose inputs have no memory yet can't be lowered.
+
+    Args:
+        tensors: The tensors.
+        reason: The reason for which the wait is counted (default: it isn't, because the caller waits too).
     """
-    operands = " ".join(_OPERANDS.findall(xla()._get_xla_tensors_text(list(roots))))
-    wiring = hashlib.blake2b(operands.encode(), digest_size=8).hexdigest()
-    _set_hash_words(*_lowering_settings(), f"operands={wiring}")
+    # Several objects may have the same value, which is one output of the graph.
+    values = list({xla()._xla_get_tensor_id(tensor): tensor for tensor in tensors}.values())
+    is_pending = xla()._check_tensor_need_materialization(values) if values else []
+    pending = list(compress(values, is_pending))
+    if not pending:
+        yield
+        return
+    with _one_at_a_time:
+        with waiting(reason) if reason else nullcontext():
+            xla()._xla_wait_device_ops([])
+        before = os.environ.get(_IN_THE_HASH, "")
+        _set_hash_words(*_lowering_settings(), f"operands={_identify_operands(pending)}")
+        try:
+            yield
+        finally:
+            _set_hash_words(before)
+
+
+def _identify_operands(pending: Sequence[Tensor]) -> str:
+    """Return a number for a graph that depends on which operands its operations take.
+
+    Graphs that differ only in whether a result is computed once or twice have the same number, as they have the same
+    hash: torch_xla computes a view again after each change of its base.
+    """
+    # Lowering takes a few microseconds per operation, and the text ten times as long.
+    proto = hashlib.blake2b(xla()._get_xla_tensors_hlo_proto(pending), digest_size=16).digest()
+    found = _known.get(proto)
+    if found is None:
+        found = _known[proto] = _hash_operands(xla()._get_xla_tensors_text(pending))
+    return found
+
+
+def _hash_operands(text: str) -> str:
+    """Hash the text of a graph: each operation with the hashes of its operands, each input with its position.
+
+    As in torch_xla's hash, the layouts in memory don't count: an input that a step has returned may have another one.
+    """
+    hashes: dict[str, str] = {}
+    inputs = count()
+    outputs = []
+    for name, operation in _OPERATION.findall(_LAYOUT.sub("", text)):
+        line = _OPERAND.sub(lambda operand: hashes[operand[0]], operation)
+        if "xla::device_data" in line:
+            line += f" {next(inputs)}"
+        hashes[name] = hashlib.blake2b(line.encode(), digest_size=8).hexdigest()
+        if "ROOT=" in line:
+            outputs.append(hashes[name])
+    return hashlib.blake2b(" ".join(outputs).encode(), digest_size=8).hexdigest()
 
 
 def _lowering_settings() -> list[str]:

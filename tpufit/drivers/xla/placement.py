@@ -107,9 +107,9 @@ class XlaCores(CorePlacement):
 
         return xla().OpSharding([], [], [], spmd.ShardingType.MANUAL)
 
-    def launch(self, role: str, cause: str = "") -> None:
+    def launch(self, role: str, cause: str = "", tensors: Sequence[Tensor] | None = None) -> None:
         with counters.role(role, cause):
-            xla()._xla_step_marker(self.device_name, [], wait=False)
+            xla()._xla_step_marker(self.device_name, [], wait=False, tensors=tensors)  # the argument is from `syncs`
 
     def send(self, tensors: Sequence[Tensor], sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE) -> list[Tensor]:
         on_device = [t.is_xla for t in tensors]  # type: ignore[attr-defined]  # missing in PyTorch's stubs

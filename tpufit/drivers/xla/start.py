@@ -22,6 +22,7 @@ from . import release
 from .indices import narrow_indices
 from .kernels import mend_kernels
 from .start_errors import translate_import, translate_start
+from .syncs import mend_syncs
 
 _FAST_MIN_MAX = "--xla_cpu_enable_fast_min_max"
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0: all, 1: warnings, 2: errors, 3: fatal errors
@@ -58,6 +59,7 @@ def start(request: Request, cores: Any, asked_by: str, wish: str | None) -> tupl
         runtime.runtime.use_spmd()
     lower_missing("XLA")
     mend_kernels()
+    mend_syncs()
     if count > 1:
         narrow_indices()
     return count, index, platform, processes

@@ -1,0 +1,41 @@
+"""Kernels that copy a tensor to the host, such as those of `.item()`, `.cpu()` and operations that run on the host.
+
+Each computes pending tensors first, and finds their program inside `telling_apart`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .lowering import telling_apart
+
+
+def read(native: Callable[..., Any], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Read a tensor, as `.item()` does."""
+    with telling_apart([tensor]):
+        return native(keys, tensor, *args, **kwargs)
+
+
+def copy(native: Callable[..., Tensor], keys: Any, target: Tensor, source: Tensor, *args: Any) -> Tensor:
+    """Copy a tensor into another, as `copy_` does: perhaps into a tensor on the host."""
+    with telling_apart([source] if source.device.type == "xla" != target.device.type else []):
+        copied: Tensor = native(keys, target, source, *args)
+    return copied
+
+
+def convert(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Convert a tensor, as `.to` does: perhaps on the device, perhaps to the host."""
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type == "xla":
+        return native(keys, tensor, *args, **kwargs)
+    with telling_apart([tensor]):
+        copied: Tensor = native(keys, tensor, *args, **kwargs)
+    return copied
+
+
+def read_all(native: Callable[..., Any], keys: Any, tensors: Sequence[Tensor]) -> Any:
+    """Read all operands of an operation that runs on the host."""
+    with telling_apart([tensor for tensor in tensors if tensor.device.type == "xla"]):
+        return native(keys, tensors)
