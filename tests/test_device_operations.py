@@ -46,6 +46,8 @@ def parts(result):
     return torch.view_as_real(result.resolve_conj()) if result.is_complex() else result
 
 
+EQUAL = (torch.eq, torch.ne)
+TENTHS = torch.tensor([0.9, 0.3, 0.0, 1.0, 200.0, 16777216.0])
 RIGHT = {
     "amax of all": (lambda x: x.amax(), TIES),
     "amin of all, kept": (lambda x: x.amin(keepdim=True), TIES),
@@ -136,7 +138,18 @@ RIGHT = {
     },
     "the largest of a volume with holes": (lambda x: F.max_pool3d(x, 2, 1, 0, 2), images(1, 5, 4, 6)),
     "the largest of a window": (lambda x: F.max_pool2d(x, 2), images(2, 3, 8, 7)),
+    **{
+        f"{kind}: compared with a number": (lambda x, kind=kind: compared(x.to(kind)), TENTHS)
+        for kind in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.bool)
+    },
+    "bytes compared with a number": (lambda x: compared(x.to(torch.uint8)), TENTHS[:5]),
+    "complex: compared with a number": (lambda x: torch.stack([f(x + 1j * x, 0.9) for f in EQUAL]), TENTHS),
 }
+
+
+def compared(x):
+    numbers = (0.9, 0.3, 16777216.0, 16777217, 1, True, -1, 300, 1e40, math.nan, math.inf, 2**62)
+    return torch.stack([f(x, number) for f in (*EQUAL, torch.lt, torch.le, torch.gt, torch.ge) for number in numbers])
 
 
 def squared_diagonal(x):
@@ -161,6 +174,7 @@ REFUSED = {
     "too much padding": (lambda x: F.avg_pool2d(x, 2, padding=2), MATRIX[None, None]),
     "half of three": (lambda x: F.glu(x[:, :3]), MATRIX),
     "the best of none": (lambda x: x[:0].argmax(), MATRIX),
+    "an order of complex numbers": (lambda x: (x * 1j) > 0, MATRIX),
     "too few channels": (lambda x: F.pixel_shuffle(x, 3), MATRIX[None]),
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.ops.native import operation
-from . import activations, complexes, fourier, ordering, pools, reads
+from . import activations, comparisons, complexes, fourier, ordering, pools, reads
 from .release import redispatch
 
 _DISTINCT = 256  # up to this number, random numbers are rarely equal: once in 500 times
@@ -30,7 +30,8 @@ def mend_kernels(backend: str = "XLA") -> None:
     `roll` of an empty tensor divides by zero. `randperm` doesn't compile if several cores share the rows that it
     shuffles. An empty list of dimensions should mean all dimensions, but reduces none. Diagonals of a tensor's first
     two dimensions, `pixel_shuffle` by a second factor, and singular values of several matrices are wrong.
-    `activations`, `complexes`, `fourier`, `ordering`, `pools` and `reads` describe the other differences.
+    The modules `activations`, `comparisons`, `complexes`, `fourier`, `ordering`, `pools` and `reads` describe the other
+    differences.
     """
     if backend in _libraries:
         return
@@ -65,6 +66,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels |= {"_linalg_svd": _svd, "pixel_shuffle": _pixel_shuffle, "svd": _svd}
     kernels |= {name: partial(_over_all, position) for name, position in _DIMENSIONS.items()}
     kernels |= {"diagonal": _diagonal, "diagonal_copy": _diagonal, "diagonal_scatter": _diagonal_scatter}
+    kernels |= comparisons.OWN
     kernels |= dict.fromkeys(("argmax", "argmin"), ordering.arg_extreme)
     kernels |= dict.fromkeys(("max.dim", "min.dim"), ordering.extreme)
     kernels |= dict.fromkeys(("max", "min"), ordering.extreme_of)
