@@ -239,6 +239,7 @@ def test_an_error_on_one_host_ends_the_others_with_its_text(tmp_path):
     )
 
 
+@pytest.mark.soak
 def test_rows_that_each_host_pads_to_another_length_are_an_error(tmp_path):
     code = """
     def padded(samples):  # each host pads its own rows to the longest of them

@@ -117,6 +117,7 @@ def test_no_check_affects_the_others(faulty, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_bounds_of_a_tpu_say_nothing_about_a_cpu(faulty, tmp_path):
     slow = Check("speed", (Process(faulty.slow_here, NONE),))
     assert runner(tmp_path, platform="CPU", cores=8).run(slow).status == PASSED
