@@ -11,7 +11,6 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
@@ -41,13 +40,12 @@ def move(python: Path, before: dict[str, str], after: dict[str, str]) -> None:
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *new], check=True)
 
 
-def failures(python: Path, options: list[str], tests: Set[str] = frozenset()) -> set[str]:
+def failures(python: Path, options: list[str], tests: Set[str] = frozenset(), root: Path = ROOT) -> set[str]:
     """The ids of the failed tests, of all tests that the options choose, or of the named tests."""
-    with tempfile.TemporaryDirectory() as cache:
-        command = [python, "-m", "pytest", "--override-ini", f"cache_dir={cache}", *options, *sorted(tests)]
-        code = subprocess.run(command, cwd=ROOT).returncode
-        found = Path(cache, "v", "cache", "lastfailed")
-        failed = set(json.loads(found.read_text())) if found.exists() else set()
+    command = [python, "-m", "pytest", "--cache-clear", *options, *sorted(tests)]
+    code = subprocess.run(command, cwd=root).returncode
+    found = root / ".pytest_cache" / "v" / "cache" / "lastfailed"
+    failed = set(json.loads(found.read_text())) if found.exists() else set()
     return failed or (set(tests) or {COLLECTION} if code else set())
 
 
@@ -108,9 +106,11 @@ def main() -> int:
     for options in [[*parallel, "-m", "soak"]] if arguments.soak else [doctests, [*parallel, "-m", "not soak"]]:
         found = blamed(fails(options, 0, frozenset()), len(changed), partial(fails, options))
         for test, index in sorted(found.items()):
-            name = changed[index] if index is not None else ""
-            cause = f"{name} {newest.get(name, 'none')}; with {locked[name]} it passes" if name else "no release"
-            sentences.append(f"{test} fails because of {cause}")
+            if index is None:
+                sentences.append(f"{test} failed, but no release broke it: see whether `make test` passes")
+            else:
+                name = changed[index]
+                sentences.append(f"{test} passes with {name} {locked[name]}, not with {newest.get(name, 'none')}")
     print("\n".join(sentences or ["All tests pass with the newest packages."]))
     return 1 if sentences else 0
 

@@ -382,12 +382,14 @@ def test_run_python(run_python, tmp_path):
 
 def test_run_python_kills_at_the_timeout(run_python, tmp_path, monkeypatch):
     class Clock:
-        """Jumps once the process has written a file."""
+        """Jumps once it has been read and the process has written a file: `run` reads it first for its deadline."""
 
         sleep = time.sleep
+        reads = 0
 
         def monotonic(self):
-            return time.monotonic() + 1000 * (tmp_path / "ready").exists()
+            self.reads += 1
+            return time.monotonic() + 1000 * (self.reads > 1 and (tmp_path / "ready").exists())
 
     monkeypatch.setattr(processes, "time", Clock())
     with pytest.raises(

@@ -65,11 +65,11 @@ def test_failed_tests_are_named(tmp_path):
         "import pytest\n@pytest.mark.parametrize('text', ['a b', 'c'])\ndef test_a(text): assert text == 'c'\n"
         "def test_b(): pass\n"
     )
-    options = ["--numprocesses", "0", f"--rootdir={tmp_path}", "-p", "no:terminal"]
-    assert failures(Path(sys.executable), [*options, str(file)]) == {"test_three.py::test_a[a b]"}
+    options = [f"--rootdir={tmp_path}", str(file)]
+    assert failures(Path(sys.executable), options, root=tmp_path) == {"test_three.py::test_a[a b]"}
     file.write_text("def test_b(): pass\n")
-    assert failures(Path(sys.executable), [*options, str(file)]) == set()
+    assert failures(Path(sys.executable), options, root=tmp_path) == set()
 
 
-def test_tests_that_do_not_start_are_one_failure():
-    assert failures(Path(sys.executable), ["--no-such-option"]) == {COLLECTION}
+def test_tests_that_do_not_start_are_one_failure(tmp_path):
+    assert failures(Path(sys.executable), ["--no-such-option"], root=tmp_path) == {COLLECTION}
