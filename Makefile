@@ -17,8 +17,9 @@ JOBS ?= $(shell expr $$(nproc) + 1)
 BIN := .venv/bin
 # A process of tests takes up to 2 GB.
 PARALLEL := --numprocesses $(JOBS) --maxprocesses 4
-PYTEST := $(BIN)/python -m pytest $(PARALLEL)
-RERUN := $(BIN)/python tests/rerun_failed.py $(PARALLEL)
+# Expanded where they are used, because BIN depends on the target.
+PYTEST = $(BIN)/python -m pytest $(PARALLEL)
+RERUN = $(BIN)/python tests/rerun_failed.py $(PARALLEL)
 READY := .venv/ready
 # pip's variable, and not its option, applies to the isolated environment of a build too, before pip 25.3.
 CONSTRAINTS := tests/constraints.txt

@@ -8,7 +8,7 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,21 @@ class Child:
 
     def wait_for(self, line: str) -> None:
         """Wait until it has printed a line."""
-        while line not in self.output.splitlines():
-            assert not processes.has_exited(self.process), f"it ended without {line!r}\n{self.output}\n{self.errors}"
-            assert time.monotonic() < self._end, f"it never said {line!r}\n{self.output}\n{self.errors}"
-            time.sleep(0.01)
+        self._wait(lambda: line in self.output.splitlines(), repr(line))
 
     def wait_for_error(self, words: str) -> None:
         """Wait until it has printed words on stderr."""
-        while words not in self.errors:
-            assert not processes.has_exited(self.process), f"it ended without {words!r}\n{self.output}\n{self.errors}"
-            assert time.monotonic() < self._end, f"it never said {words!r}\n{self.output}\n{self.errors}"
+        self._wait(lambda: words in self.errors, repr(words))
+
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Wait until the folder `run` has a whole checkpoint. A training that is held doesn't say that it is saved."""
+        manifest = self._out.parent / "run" / f"step-{step:010d}" / "manifest.json"
+        self._wait(manifest.exists, f"a checkpoint of step {step}")
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        while not condition():
+            assert not processes.has_exited(self.process), f"it ended without {what}\n{self.output}\n{self.errors}"
+            assert time.monotonic() < self._end, f"it never had {what}\n{self.output}\n{self.errors}"
             time.sleep(0.01)
 
     def send(self, number: int) -> None:

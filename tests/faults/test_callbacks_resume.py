@@ -58,7 +58,7 @@ def test_tensorboard_has_each_step_once_after_a_kill(tmp_path, run_python):
         run(8, "run", Say(), board, Hold({}), every=4, resume=True, validation_data=held_out)
         """
     with children.started(code.format(11), tmp_path) as child:
-        child.wait_for("saved 8")
+        child.wait_for_checkpoint(8)
         child.wait_for("step 11")
         child.send(signal.SIGKILL)
         child.end()
@@ -122,7 +122,7 @@ def test_files_of_callbacks_equal_an_undisturbed_training(tmp_path, run_python):
         folder.mkdir()
         for number, status, saved, step in () if name == "whole" else faults:
             with children.started(LOGGED.format(hold=step), folder) as child:
-                child.wait_for(f"saved {saved}")
+                child.wait_for_checkpoint(saved)
                 child.wait_for(f"step {step}")
                 child.terminate() if number == signal.SIGTERM else child.send(number)
                 assert child.end() == status, child.errors

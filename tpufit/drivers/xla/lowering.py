@@ -31,7 +31,6 @@ _DEFAULT = "default"  # the precision that adds nothing to the hash
 _one_at_a_time = threading.RLock()  # the variable is the process's
 
 _OPERATION = re.compile(r"^ *(%\d+) = (.*)$", re.M)
-_LAYOUT = re.compile(r"\{[\d,]*\}")
 _OPERAND = re.compile(r"%\d+")
 _known: dict[bytes, str] = {}  # the result of `_hash_operands` by the hash of the lowered graph
 
@@ -44,7 +43,7 @@ def set_matmul_precision(name: str) -> None:
 
 
 @contextmanager
-def telling_apart(tensors: Sequence[Tensor], reason: str = "") -> Iterator[None]:
+def telling_apart(tensors: Sequence[Tensor], reason: str = "", captured: bool = False) -> Iterator[None]:
     """A context in which torch_xla finds the program of pending tensors by the operands of each operation too.
 
     **This waits** for the device if a tensor is pending: a graph whose inputs have no memory yet can't be lowered.
@@ -52,6 +51,8 @@ def telling_apart(tensors: Sequence[Tensor], reason: str = "") -> Iterator[None]
     Args:
         tensors: The tensors.
         reason: The reason for which the wait is counted (default: it isn't, because the caller waits too).
+        captured: True for a step that is captured (default False). Its traces are compared, so they need names that
+            depend on nothing else, which takes ten times as long.
     """
     # Several objects may have the same value, which is one output of the graph.
     values = list({xla()._xla_get_tensor_id(tensor): tensor for tensor in tensors}.values())
@@ -64,7 +65,9 @@ def telling_apart(tensors: Sequence[Tensor], reason: str = "") -> Iterator[None]
         with waiting(reason) if reason else nullcontext():
             xla()._xla_wait_device_ops([])
         before = os.environ.get(_IN_THE_HASH, "")
-        _set_hash_words(*_lowering_settings(), f"operands={_identify_operands(pending)}")
+        text = xla()._get_xla_tensors_text
+        operands = _hash_operands(text(pending)) if captured else _identify_operands(pending)
+        _set_hash_words(*_lowering_settings(), f"operands={operands}")
         try:
             yield
         finally:
@@ -74,8 +77,7 @@ def telling_apart(tensors: Sequence[Tensor], reason: str = "") -> Iterator[None]
 def _identify_operands(pending: Sequence[Tensor]) -> str:
     """Return a number for a graph that depends on which operands its operations take.
 
-    Graphs that differ only in whether a result is computed once or twice have the same number, as they have the same
-    hash: torch_xla computes a view again after each change of its base.
+    A graph that is lowered to a known program has the number of the graph that was first lowered to it.
     """
     # Lowering takes a few microseconds per operation, and the text ten times as long.
     proto = hashlib.blake2b(xla()._get_xla_tensors_hlo_proto(pending), digest_size=16).digest()
@@ -86,19 +88,20 @@ def _identify_operands(pending: Sequence[Tensor]) -> str:
 
 
 def _hash_operands(text: str) -> str:
-    """Hash the text of a graph: each operation with the hashes of its operands, each input with its position.
+    """Hash the operands in a graph's text: each operation by the hashes of its operands, each input by its position.
 
-    As in torch_xla's hash, the layouts in memory don't count: an input that a step has returned may have another one.
+    The rest of the text is in torch_xla's hash. As there, it doesn't matter whether a result is computed once or twice,
+    as a view is after a change of its base.
     """
     hashes: dict[str, str] = {}
     inputs = count()
     outputs = []
-    for name, operation in _OPERATION.findall(_LAYOUT.sub("", text)):
-        line = _OPERAND.sub(lambda operand: hashes[operand[0]], operation)
-        if "xla::device_data" in line:
-            line += f" {next(inputs)}"
-        hashes[name] = hashlib.blake2b(line.encode(), digest_size=8).hexdigest()
-        if "ROOT=" in line:
+    for name, operation in _OPERATION.findall(text):
+        operands = [hashes[operand] for operand in _OPERAND.findall(operation)]
+        if "xla::device_data" in operation:
+            operands.append(str(next(inputs)))
+        hashes[name] = hashlib.blake2b(" ".join(operands).encode(), digest_size=8).hexdigest()
+        if "ROOT=" in operation:
             outputs.append(hashes[name])
     return hashlib.blake2b(" ".join(outputs).encode(), digest_size=8).hexdigest()
 
