@@ -1,5 +1,6 @@
 """Settings that torch_xla reads only during lowering: two fits that differ in one get two programs."""
 
+import gc
 import importlib
 import os
 import pickle
@@ -170,6 +171,11 @@ READS = {
     "copy_": lambda t: float(torch.zeros(1).copy_(t)),
     "an operation that runs on the host": lambda t: float(torch.histc(t, 3, 0, 3).argmax()) + 0.5,
     "torch_xla.sync": lambda t: (importlib.import_module("torch_xla").sync(), t.item())[1],
+    "torch_xla.sync of tensors that gc.freeze hides": lambda t: (
+        gc.freeze(),
+        importlib.import_module("torch_xla").sync(),
+        t.item(),
+    )[-1],
     "pickle": lambda t: float(pickle.loads(pickle.dumps(t))),
 }
 

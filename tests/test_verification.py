@@ -431,7 +431,7 @@ def test_the_checks_pass_on_a_pod(tmp_path):
     host, installed = str(pods.HERE / "pod" / "host.py"), str(tmp_path / "installed")
     pod = pods.Pod(2, 2, tmp_path)
     ended = pod.run(ON_A_POD.format(host=host, installed=installed), timeout=1200)
-    assert ["STATUS 0" in one.out for one in ended] == [True, True], [one.out + one.err for one in ended]
+    assert ["STATUS 0" in one.out for one in ended] == [True, True], "\n".join(one.out + one.err for one in ended)
     report = json.loads((tmp_path / "report.json").read_text())
     statuses = {check["name"]: check["status"] for check in report["checks"]}
     assert set(statuses.values()) == {PASSED, NOT_ON_A_POD}

@@ -146,9 +146,17 @@ def when(word, action):
             time.sleep(0.001)
     threading.Thread(target=wait, daemon=True).start()
 
-def little(pid):
-    # Less than PyTorch's libraries take, and before they are loaded: it ends there, and not anywhere in their C++.
-    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 28, 1 << 28))
+class Limited(subprocess.Popen):
+    "A process that begins with little memory, if its command has a word."
+    word = None
+
+    def __init__(self, args, **options):
+        if self.word is not None and any(self.word in arg for arg in args):
+            # Less than PyTorch's libraries take: it ends when it loads them, and not anywhere in their C++.
+            options["preexec_fn"] = lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28))
+        super().__init__(args, **options)
+
+subprocess.Popen = Limited
 
 def kill(pid):
     os.kill(pid, signal.SIGKILL)
@@ -178,12 +186,16 @@ def begin_anew(pid):
 sys.executable = python
 strike("tracer killed", "preflight.tracing", kill)
 strike("no time", timeout=0.5)
-strike("no memory for the tracer", "preflight.tracing", little)
+Limited.word = "preflight.tracing"
+strike("no memory for the tracer")
+Limited.word = None
 sys.executable = fork
 strike("compiler killed", "compiling.py", kill)
 strike("interrupted", "compiling.py", interrupt)
 when("preflight.tracing", begin_anew)
-strike("no memory for the compiler", "compiling.py", little)
+Limited.word = "compiling.py"
+strike("no memory for the compiler")
+Limited.word = None
 assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 losses = model.fit(X, Y, 8, epochs=20, verbose=0, cores=1).history["loss"]
 print(json.dumps({"trained": losses[-1] < losses[0]}))

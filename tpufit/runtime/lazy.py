@@ -73,12 +73,17 @@ def find_pending_elsewhere(known: Iterable[Tensor], among: Sequence[Tensor] | No
 
     A search among all tensors (without `among`) takes a tenth of a second or more.
     """
+    known = list(known)
     known_ids = {id(tensor) for tensor in known}
     tensors = [tensor for tensor in (find_alive() if among is None else among) if id(tensor) not in known_ids]
     try:
         waiting = [tensors[i] for i in find_pending(tensors)]
     except RuntimeError:  # a tensor has neither a value nor pending work, e.g. while another thread reads it
         waiting = [tensor for tensor in tensors if _waits(tensor) is True]
+    # The collector doesn't list the objects that `gc.freeze` has frozen.
+    if among is None and gc.get_freeze_count() and others_wait([*filter(_has_device, known), *waiting]):
+        gc.unfreeze()
+        return find_pending_elsewhere(known)
     return sorted(waiting, key=identity) if driver().is_lazy else waiting  # the collector lists the oldest first
 
 
