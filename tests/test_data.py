@@ -104,6 +104,86 @@ def test_a_loader_with_a_custom_batch_sampler():
     assert targets(stream(loader, cores=2)) == [[0, 1, 2], [3, 4, 5, 6]]
 
 
+class ByEpoch(torch.utils.data.Sampler):
+    """Rotates the rows by the epoch, as a sampler or, with a size, as a batch sampler."""
+
+    def __init__(self, size=None):
+        self.size, self.epoch = size, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 8 if self.size is None else 8 // self.size
+
+    def __iter__(self):
+        order = np.roll(np.arange(8), -self.epoch)
+        yield from order.tolist() if self.size is None else order.reshape(-1, self.size).tolist()
+
+
+class RowsByEpoch(Rows):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, i):
+        return np.float32(i), (i + self.epoch) % len(self)
+
+
+class BatchesByEpoch(ByEpoch):
+    def __iter__(self):
+        for rows in super().__iter__():
+            yield torch.tensor(rows).float(), torch.tensor(rows)
+
+
+class SamplesByEpoch(IterableDataset, ByEpoch):
+    def __iter__(self):
+        yield from ((float(i), i) for i in ByEpoch.__iter__(self))
+
+
+EPOCH_DATA = {
+    "sampler": lambda: DataLoader(Rows(8), batch_size=4, sampler=ByEpoch()),
+    "batch sampler": lambda: DataLoader(Rows(8), batch_sampler=ByEpoch(4)),
+    "sampler of a batch sampler": lambda: DataLoader(
+        Rows(8), batch_sampler=torch.utils.data.BatchSampler(ByEpoch(), 4, drop_last=False)
+    ),
+    "data set of a loader": lambda: DataLoader(RowsByEpoch(8), batch_size=4),
+    "data set": lambda: RowsByEpoch(8),
+    "data set in workers": lambda: DataLoader(RowsByEpoch(8), batch_size=4, num_workers=2),
+    "iterable of batches": lambda: BatchesByEpoch(4),
+    "iterable of samples": lambda: DataLoader(SamplesByEpoch(), batch_size=4),
+}
+
+
+@pytest.mark.parametrize("form", EPOCH_DATA)
+def test_set_epoch_is_called_at_each_epoch(form):
+    options = {"batch_size": 4} if form == "data set" else {}
+    data = stream(EPOCH_DATA[form](), **options)
+    for epoch in (0, 3, 1):
+        assert sum(targets(data, epoch), []) == np.roll(np.arange(8), -epoch).tolist()
+
+
+def test_set_epoch_is_called_when_epochs_of_some_steps_begin_another_pass():
+    data = stream(DataLoader(Rows(8), batch_size=4, sampler=ByEpoch()), steps=2)
+    assert [sum(targets(data, epoch), []) for epoch in range(2)] == [np.roll(np.arange(8), -i).tolist() for i in (0, 1)]
+
+
+def test_a_resumed_pass_has_the_order_of_its_epoch():
+    data, again = (stream(EPOCH_DATA["sampler"]()) for _ in range(2))
+    batches = data.epoch(5)
+    next(batches)
+    assert again.load_state_dict(data.state_dict(1)) == 1
+    assert targets(again, 5) == [batch[1].tolist() for batch in batches]
+
+
+def test_a_distributed_sampler_shuffles_anew_in_each_epoch():
+    sampler = torch.utils.data.DistributedSampler(Rows(32), num_replicas=1, rank=0, seed=3)
+    data = stream(DataLoader(Rows(32), batch_size=32, sampler=sampler))
+    ((first,), (second,), (again,)) = (targets(data, epoch) for epoch in (0, 1, 0))
+    assert sorted(first) == sorted(second) == list(range(32)) and first == again != second
+
+
 def test_batches_of_an_iterable_are_joined_and_a_short_group_is_kept():
     batches = [(torch.full((2,), float(i)), torch.full((2,), i)) for i in range(5)]
     assert targets(stream(batches, cores=2)) == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4]]

@@ -95,6 +95,7 @@ class PositionLog:
         if begin.begun is not None:
             begin.begun.restore(source.generators)  # the skipped batches are drawn again, such as a loader's order
         self.restore_objects(begin.kept_begun)
+        source.set_epoch(begin.number)
         self._draws_at_begin = RNGState.now(source.generators) if keeps_draws and source.runs_users_code else None
         self._kept_begun = self.current_state()
         if begin is self.last:  # nothing has been read yet, and batches read ahead may never be used

@@ -109,6 +109,10 @@ class Source(ABC):
         """Return the user's objects that a pass runs, by name, except those with a `state_dict`."""
         return {}
 
+    def set_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` of the user's objects that have it, before a pass: their order may depend on the epoch."""
+        return
+
     def track_workers(self) -> None:
         """Track the states of worker processes from now on."""
         return
@@ -243,6 +247,9 @@ class Samples(_Rows):
     def objects(self) -> dict[str, Any]:
         return {"dataset": self.dataset}
 
+    def set_epoch(self, epoch: int) -> None:
+        _set_epoch(self.dataset, epoch)
+
     def take(self, rows: Rows, index: int) -> Any:
         numbers = list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
         at_once = getattr(self.dataset, "__getitems__", None)
@@ -325,6 +332,9 @@ class Loader(Source):
 
     def objects(self) -> dict[str, Any]:
         return _collect_objects(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        _set_epoch(self.loader, epoch)
 
     def track_workers(self) -> None:
         if self.loader.num_workers and self._workers is None:
@@ -429,6 +439,9 @@ class Iteration(Source):
         if self._stateful is not None:
             return {}
         return _collect_objects(self.iterable) if isinstance(self.iterable, DataLoader) else {"data": self.iterable}
+
+    def set_epoch(self, epoch: int) -> None:
+        _set_epoch(self.iterable, epoch)
 
     def form(self) -> dict[str, Any]:
         return {"batches": _length(self.iterable)}
@@ -553,6 +566,17 @@ def _collect_objects(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the user's objects in a loader."""
     names = ("dataset", "sampler", "batch_sampler", "collate_fn")
     return {name: getattr(loader, name) for name in names}
+
+
+def _set_epoch(data: Any, epoch: int) -> None:
+    parts = [data]
+    if isinstance(data, DataLoader):
+        batches = data.batch_sampler
+        parts += [data.dataset, data.sampler, batches, getattr(batches, "sampler", None)]
+    for part in {id(part): part for part in parts}.values():
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def _collect_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
