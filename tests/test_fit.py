@@ -305,6 +305,24 @@ def test_parameters_that_only_share_memory_are_refused(cores):
         fit(compiled(net), cores)
 
 
+class Halves(nn.Module):
+    def __init__(self, left, right):
+        super().__init__()
+        self.left, self.right = nn.Parameter(left), nn.Parameter(right)
+
+    def forward(self, x):
+        return F.linear(x, self.left) + F.linear(x, self.right).tanh()
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_parameters_that_are_parts_of_one_tensor_train_as_separate_ones(cores, dim):
+    parts = torch.randn(10 * (2 - dim), 64 * (1 + dim), generator=torch.Generator().manual_seed(0)).chunk(2, dim)
+    apart = [part.clone() for part in parts]
+    one, other = (compiled(Halves(*weights)) for weights in (parts, apart))
+    assert fit(one, cores).history == fit(other, cores).history
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
 def test_an_older_output_doesnt_prevent_the_move(cores):
     net = mlp()
     shown = net(torch.from_numpy(IMAGES[:5])).sum()  # as a notebook keeps the result of every cell

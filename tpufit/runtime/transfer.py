@@ -217,12 +217,29 @@ def copy_into(
 
 
 def _refuse_shared_memory(tensors: Sequence[Tensor], names: Names) -> None:
-    owners: dict[int, Tensor] = {}
+    """Refuse parameters on the host that have an element in common; other views of one tensor can be separated."""
+    by_memory: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and tensor.numel():
-            owner = owners.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-            if owner is not tensor:
-                first, second = (names.get(id(t), "a parameter") for t in (owner, tensor))
+            by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    for group in by_memory.values():
+        if len(group) == 1:
+            continue
+        # For each byte of the memory, the number of the parameter that it belongs to.
+        owners = torch.full((max(tensor.untyped_storage().nbytes() for tensor in group),), -1, dtype=torch.int32)
+        for number, tensor in enumerate(group):
+            part = _select_bytes(owners, tensor)
+            owner = int(part.max())
+            if owner >= 0:
+                first, second = (names.get(id(t), "a parameter") for t in (group[owner], tensor))
                 why = "two parameters over the same memory; on the device they would be two tensors, no longer tied"
                 cure = "Assign one Parameter to both places: module.b.weight = module.a.weight"
                 raise PlacementError(f"{first} and {second} are {why}. {cure}")
+            part.fill_(number)
+
+
+def _select_bytes(memory: Tensor, tensor: Tensor) -> Tensor:
+    """Return a view of the elements of `memory` at the places of the tensor's bytes in its storage."""
+    size = tensor.itemsize
+    strides = [stride * size for stride in tensor.stride()]
+    return memory.as_strided((*tensor.shape, size), (*strides, 1), int(tensor.storage_offset()) * size)
