@@ -363,6 +363,10 @@ def compiled_in_place(net):
     [
         (lambda: torch.jit.script(nn.Linear(2, 2)), "the module was made by torch.jit"),
         (lambda: nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))), "the layer '0' was made by torch"),
+        (
+            lambda: torch.export.export(nn.Linear(2, 2), (torch.ones(4, 2),)).module(),
+            "the module was made by torch.export, which fixes its mode and its batch size: pass the original",
+        ),
         (lambda: nn.Sequential(torch.compile(nn.Linear(2, 2))), "the layer '0' was compiled by torch.compile"),
         (lambda: compiled_in_place(nn.Linear(2, 2)), "the module was compiled by torch.compile"),
     ],

@@ -1,6 +1,7 @@
 """The dtypes in which a module computes, and errors for unsupported settings."""
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from torch import nn
 
 import tpufit
 from tpufit import runtime
-from tpufit.errors import UnknownNameError
+from tpufit.callbacks import OneCycle
+from tpufit.errors import BatchError, UnknownNameError
 from tpufit.optimizers import device_state
 from tpufit.step import precision
 from tpufit.utils.text import size
@@ -91,6 +93,39 @@ def test_a_precision_without_effect_is_reported(cores):
         UserWarning, match="precision='bf16', but the first step computed its matrix products in float32"
     ):
         model.fit(X, Y, 16 // cores, 1, verbose=0, cores=cores)
+
+
+def test_weights_in_float64_have_a_cure(cores):
+    model = tpufit.Model(nn.Sequential(nn.Linear(6, 2)).double())
+    model.compile("sgd", "cross_entropy")
+    with pytest.raises(BatchError, match=r"has weights in float64, which a TPU lacks.*float32: module.float\(\)"):
+        model.fit(X.astype("float64"), Y, 16 // cores, verbose=0, cores=cores)
+    model.module.float()
+    assert len(model.fit(X.astype("float64"), Y, 16 // cores, verbose=0, cores=cores).history["loss"]) == 1
+
+
+def share_of_best(y_pred, y):
+    return y_pred.softmax(1).amax(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2, "use_ema": True, "clip_norm": 0.1}], ids=["", "more"])
+def test_rates_and_sums_stay_float32_with_another_default_dtype(cores, options):
+    def trained(default):
+        torch.manual_seed(0)
+        model = tpufit.Model(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
+        torch.set_default_dtype(default)
+        try:
+            make = partial(torch.optim.AdamW, lr=0.0123)
+            model.compile(make, "cross_entropy", metrics=[share_of_best], scale_lr=None, **options)
+            how = {"validation_data": (X, Y, np.linspace(0, 1, len(X))), "class_weight": {1: 0.3}, "cores": cores}
+            history = model.fit(X, Y, 16 // cores, 2, verbose=0, callbacks=[OneCycle(0.0123)], **how).history
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return history, model.get_weights()
+
+    history, weights = trained(torch.float32)
+    found, others = trained(torch.bfloat16)
+    assert found == history and all(map(np.array_equal, others, weights))
 
 
 def test_a_trained_module_can_become_bfloat16(cores):

@@ -563,7 +563,7 @@ def _sample_pixels(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
     top = down.floor()
     left = right.floor()
     flat = _to_floats(x).flatten(2)
-    out = torch.zeros((), device=x.device)
+    out = flat.new_zeros(())
     for below in (0, 1):
         for beside in (0, 1):
             row = top + below

@@ -109,7 +109,7 @@ def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in _NUMBERS:
         leaf = _from_numpy(np.ascontiguousarray(leaf)) if isinstance(leaf, np.ndarray) else torch.tensor(leaf)
     elif isinstance(leaf, (bool, int, float)):
-        leaf = torch.tensor(leaf)
+        leaf = torch.tensor(leaf, dtype=torch.float32 if isinstance(leaf, float) else None)
     if isinstance(leaf, Tensor) and leaf.dtype is torch.float64:
         return leaf.float()  # NumPy's default, and a TPU has no float64
     return leaf
@@ -211,6 +211,9 @@ def _describe_non_numbers(leaf: Any) -> str:
         return "rows of different lengths: pad them to one, see tpufit.data.PadToBuckets"
     if array is not None and array.dtype.kind == "O":
         return f"{describe_value(leaf)}, whose first item is {first!r:.40}: convert it, e.g. by .astype('float32')"
+    if array is not None and array.dtype.kind in _NUMBERS:  # another order of bytes, or more of them
+        kind = {"f": "float32", "c": "complex64"}.get(array.dtype.kind, "int64")
+        return f"{describe_value(leaf)}, a dtype that PyTorch lacks: convert it by .astype({kind!r})"
     return f"{describe_value(leaf)}{': convert it to numbers' if array is not None else ''}"
 
 

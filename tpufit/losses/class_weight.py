@@ -44,7 +44,9 @@ class ClassWeight:
                 raise ArgumentError(f"{wanted} the class {label!r}: classes are whole numbers from 0")
             if isinstance(weight, bool) or not isinstance(weight, Real):
                 raise ArgumentError(f"{wanted} the weight {weight!r} for class {label}")
-        self._table = torch.ones(max(weights) + 2)  # the last entry is for all labels outside the table
+        self._table = torch.ones(
+            max(weights) + 2, dtype=torch.float32
+        )  # the last entry is for all labels outside the table
         for label, weight in weights.items():
             self._table[label] = float(weight)
         self._placed = self._table

@@ -118,7 +118,7 @@ class RowMean(WeightedMean):
                 f"{', as there are sample weights' if weight is not None else ', or one number'}, got shape "
                 f"{tuple(values.shape)}"
             )
-        weights = torch.ones(len(values), device=values.device) if weight is None else weight
+        weights = torch.ones_like(values) if weight is None else weight
         weights = spread_weights(weights, values).expand_as(values)
         self.total = self.total + (values * weights).reshape(len(values), -1).mean(1).sum()
         self.weight = self.weight + weights.reshape(len(values), -1).mean(1).sum()

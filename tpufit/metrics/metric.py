@@ -183,7 +183,7 @@ class Metric:
         weight = sample_weight if self._output is None else pick_weight(sample_weight, self._output)
         if weight is None and self.users is not None:
             return []
-        weight = torch.ones(len(y), device=y.device) if weight is None else weight.float()
+        weight = torch.ones(len(y), dtype=torch.float32, device=y.device) if weight is None else weight.float()
         return [weight if mask is None else spread_weights(weight, mask.float()) * mask]
 
 
@@ -255,7 +255,7 @@ class DeviceMetric:
         trial = self._metric.clone()
         if hasattr(trial, "validate_args"):
             trial.validate_args = True
-        weights = [torch.ones(len(arguments[0]))] if self._weight else []
+        weights = [torch.ones(len(arguments[0]), dtype=torch.float32)] if self._weight else []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -36,8 +36,8 @@ _FINITE: Key = (None, "finite")
 
 # The defaults of sums.
 _NONE = torch.zeros((), dtype=COUNTS)
-_ZERO = torch.zeros(())
-_WEIGHTS = torch.zeros(2, 2)
+_ZERO = torch.zeros((), dtype=torch.float32)
+_WEIGHTS = torch.zeros(2, 2, dtype=torch.float32)
 
 
 class PassMetrics(SumTable):
@@ -169,7 +169,11 @@ class PassMetrics(SumTable):
         if isinstance(weight, Tensor) or (not isinstance(weight, str) and weight != rows):
             # `count` counts all rows on the host. Here the weight that replaces this batch's rows is summed, together
             # with these rows.
-            replacement = weight if isinstance(weight, Tensor) else torch.full((), weight, device=scalar.device)
+            replacement = (
+                weight
+                if isinstance(weight, Tensor)
+                else torch.full((), weight, dtype=torch.float32, device=scalar.device)
+            )
             key = (name, f"weights{part}")
             weights = self.get(key, _WEIGHTS)
             pair = torch.stack([replacement, torch.full_like(replacement, rows)])

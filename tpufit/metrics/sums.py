@@ -54,7 +54,7 @@ class SumTable:
 
     def place(self, value: Any) -> Tensor:
         """Return a value of the step's Python as a tensor on the device; a number or a host tensor is sent there."""
-        tensor = torch.as_tensor(value).detach()
+        tensor = torch.as_tensor(value, dtype=torch.float32 if isinstance(value, float) else None).detach()
         if tensor.dtype in (torch.bfloat16, torch.float64):
             tensor = tensor.float()
         return to_device([tensor], self.placement)[0] if tensor.device.type == "cpu" else tensor

@@ -226,7 +226,7 @@ class PerParameter:
         self._optimizer = optimizer
         self._make = make
         self._tensors = {p: make(p) for p in learning}
-        self._number = torch.zeros(1, device=learning[0].device if learning else None)
+        self._number = torch.zeros(1, dtype=torch.float32, device=learning[0].device if learning else None)
         self._name = number
 
     def extend(self) -> None:

@@ -71,6 +71,11 @@ def explain_layer_failure(module: nn.Module, x: Any, error: RuntimeError) -> str
             f"{join_few(sorted(map(dtype_name, weights)))}: compile(..., precision='bf16-true') makes both bfloat16, "
             "and module.float() the weights float32"
         )
+    if torch.float64 in weights and rows:
+        return (
+            f"{which} fails on a batch of {list_tensors({'x': x})}, because the module has weights in float64, which a "
+            "TPU lacks; data in float64 become float32. Make the weights float32: module.float()"
+        )
     said = message_of(error)
     cure = next((cure for words, cure in _CURES if words.search(said)), "")
     return f"{which} fails on a batch of {list_tensors({'x': x})}. {cure}PyTorch says: {said}"

@@ -16,7 +16,7 @@ def unwrap_module(module: object) -> nn.Module:
     """Return the module without a wrapper of `torch.compile`.
 
     Raises:
-        ArgumentError: It is no module, or torch.compile or torch.jit has compiled a part of it.
+        ArgumentError: It is no module, or torch.compile, torch.jit or torch.export has made a part of it.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"tpufit.Model wraps a torch.nn.Module (an instance), got {module!r}")
@@ -31,6 +31,10 @@ def unwrap_module(module: object) -> nn.Module:
         what = f"the layer {name!r}" if name else "the module"
         if isinstance(layer, torch.jit.ScriptModule):
             raise ArgumentError(f"{what} was made by torch.jit, which can't be traced for XLA: pass the original")
+        if isinstance(layer, torch.fx.GraphModule) and "eval" in vars(layer):  # a method that raises an error
+            raise ArgumentError(
+                f"{what} was made by torch.export, which fixes its mode and its batch size: pass the original"
+            )
         if name.endswith("_orig_mod") or getattr(layer, "_compiled_call_impl", None) is not None:
             what = what.replace("._orig_mod", "")
             raise ArgumentError(
