@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, require_whole
-from ..optimizers import begin_from_peak, find_rated, note_scheduled
+from ..optimizers import begin_from_peak, find_rated, let_momentum_vary, note_scheduled
 from ._support.monitor import Monitor
 from ._support.schedules import NAMES, NamedSchedule
 from .base import Logs, RateCallback
@@ -123,6 +123,8 @@ class LRScheduler(RateCallback):
             self.scheduler = _require_match(self._scheduler_or_factory, optimizer)
         if getattr(self.scheduler, "optimizer", None) is not optimizer:
             raise ArgumentError(f"scheduler must return a scheduler of the given optimizer, got {self.scheduler!r}")
+        if getattr(self.scheduler, "cycle_momentum", False):  # of CyclicLR and OneCycleLR
+            let_momentum_vary(self.scheduler.optimizer.param_groups)
         _silence_step_order_warning(self.scheduler.optimizer)
         self._iterations = self._epoch = None
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from ..optimizers import rated_groups, scaled_rates
+from ..optimizers import let_momentum_vary, rated_groups, scaled_rates, set_momentum
 from .base import Logs, RateCallback
 
 if TYPE_CHECKING:
@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 class OneCycle(RateCallback):
     """One cycle of the learning rate, and the opposite cycle of the momentum, with a new rate for every step.
 
-    Its length is the actual number of global steps: the batches of all epochs, on any number of cores. A new rate costs
-    nothing. A new momentum needs another graph, so the momentum takes a few levels only: each level's graph is compiled
-    at its first use, and counted as a capture (`tpufit.runtime.counts().captures`). Epoch logs get a `learning_rate`.
+    Its length is the actual number of global steps: the batches of all epochs, on any number of cores. Epoch logs get a
+    `learning_rate`.
 
     Args:
         max_lr: The actual rate of the first parameter group at the peak, to which the other groups keep their
@@ -32,10 +31,9 @@ class OneCycle(RateCallback):
             else the first of Adam's `betas`.
         base_momentum: The momentum at the peak (default 0.85).
         max_momentum: The momentum at both ends (default 0.95).
-        momentum_levels: The number of values that the momentum takes, at least 2 (default 3).
 
     Raises:
-        ArgumentError: The length is unknown, or `momentum_levels` is less than 2. PyTorch checks the other arguments.
+        ArgumentError: The length is unknown. PyTorch checks the other arguments.
 
     Example:
         >>> OneCycle(max_lr=0.1, pct_start=0.25).max_lr
@@ -59,14 +57,10 @@ class OneCycle(RateCallback):
         cycle_momentum: bool = True,
         base_momentum: float = 0.85,
         max_momentum: float = 0.95,
-        momentum_levels: int = 3,
     ) -> None:
-        if momentum_levels < 2:
-            raise ArgumentError(f"momentum_levels must be at least 2, got {momentum_levels!r}")
         self.max_lr = max_lr
         self.total_steps = total_steps
         self.cycle_momentum = cycle_momentum
-        self.momentum_levels = momentum_levels
         self._options: dict[str, Any] = {
             "pct_start": float(pct_start),
             "anneal_strategy": anneal_strategy,
@@ -100,6 +94,8 @@ class OneCycle(RateCallback):
             peaks = rates
         elif isinstance(peaks, (int, float)):
             peaks = [peaks * (rate / rates[0]) if rates[0] else peaks for rate in rates]
+        if self.cycle_momentum:
+            let_momentum_vary(groups)
         # PyTorch's schedule gets a separate optimizer, because it would modify the model's.
         scheduled = torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=0.1, momentum=0.9)
         self._cycle = OneCycleLR(scheduled, peaks, total_steps=total, **self._options)
@@ -123,7 +119,7 @@ class OneCycle(RateCallback):
         for group, scheduled in zip(rated_groups(self.model.optimizer), cycle.optimizer.param_groups, strict=True):
             group["lr"] = float(scheduled["lr"])
             if self.cycle_momentum:
-                _set_momentum(group, self._round_momentum(float(scheduled["momentum"])))
+                set_momentum(group, float(scheduled["momentum"]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the cycle, for data that don't tell their number of batches."""
@@ -136,16 +132,3 @@ class OneCycle(RateCallback):
             state: The dict that `state_dict` returned; call it after `on_train_begin`, which resets the position to 0.
         """
         self._position = state["position"]
-
-    def _round_momentum(self, momentum: float) -> float:
-        low = self._options["base_momentum"]
-        high = self._options["max_momentum"]
-        steps = self.momentum_levels - 1
-        return float(low + round((momentum - low) / (high - low) * steps) * (high - low) / steps)
-
-
-def _set_momentum(group: dict[str, Any], momentum: float) -> None:
-    if group.get("momentum"):
-        group["momentum"] = momentum
-    elif "betas" in group:
-        group["betas"] = (momentum, *group["betas"][1:])

@@ -1,6 +1,9 @@
 """Numbers that an optimizer's steps change in its groups: their arithmetic equals Python's, in every branch."""
 
+import math
+
 import pytest
+import torch
 
 from tpufit.optimizers.group_numbers import Course
 
@@ -57,3 +60,38 @@ def test_a_number_that_is_read_belongs_to_the_course(read):
     read(course.number((0, 0, 0, "k"), 2))
     assert course.recompute({(0, 0, 0, "k"): 2}) == [2, 2]
     assert course.recompute({(0, 0, 0, "k"): 3}) is None
+
+
+X = torch.ones(3)
+# Functions of PyTorch, and whether they take a tensor for the number, so that it doesn't become a part of the course.
+USES = {
+    "x * number": (lambda number: X * number, True),
+    "number - x": (lambda number: number - X, True),
+    "number ** x": (lambda number: number**X, True),
+    "where": (lambda number: torch.where(X > 0, number, X), True),
+    "assignment": (lambda number: torch.ones(3).index_put((X > 0,), torch.zeros(3) + number), True),
+    "lerp": (lambda number: torch.lerp(X, 2 * X, number), True),
+    "add with alpha": (lambda number: torch.add(X, X, alpha=number), False),
+    "addcmul with value": (lambda number: torch.addcmul(X, X, X, value=number), False),
+    "clamp by it and a number": (lambda number: torch.clamp(3 * X, number, 5.0), False),
+    "dropout": (lambda number: torch.nn.functional.dropout(X, number, False), False),
+    "math.sqrt": (lambda number: X * math.sqrt(number), False),
+    "abs": (lambda number: X * abs(number), True),
+    "a format": (lambda number: X * float(f"{number:.2f}"), False),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_pytorch_computes_with_it_as_with_a_number(use):
+    function, takes_tensor = USES[use]
+    course = Course()
+    course.enter = lambda index: torch.tensor(course.values[index])
+    found = function(course.number((0, 0, 0, "a"), 0.75))
+    torch.testing.assert_close(found, function(0.75))
+    assert (course.recompute({(0, 0, 0, "a"): 0.5}) is not None) == takes_tensor
+
+
+def test_sqrt_of_it_is_no_silent_constant():
+    course = Course()
+    assert math.sqrt(course.number((0, 0, 0, "a"), 0.25)) == 0.5
+    assert course.recompute({(0, 0, 0, "a"): 0.25}) and course.recompute({(0, 0, 0, "a"): 0.5}) is None

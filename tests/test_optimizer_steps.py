@@ -194,7 +194,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("name", "option", "change"), OPTIONS, ids=[option for _, option, _ in OPTIONS])
-def test_another_option_is_another_graph(cores, name, option, change):
+def test_an_option_that_changes_once_costs_one_graph(cores, name, option, change):
     class Once(Callback):
         reads_weights = False
 
@@ -224,17 +224,6 @@ def test_another_option_is_another_graph(cores, name, option, change):
     assert counts.graphs["train"] <= 3
     for key, expected in host().items():
         torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
-
-
-def test_an_option_that_keeps_changing_is_reported(cores):
-    class Always(Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            self.model.optimizer.param_groups[0]["momentum"] *= 0.99
-
-    model = tpufit.Model(net())
-    model.compile(RATE_IS_AN_INPUT["sgd momentum"], "cross_entropy", scale_lr=None)
-    with pytest.warns(UserWarning, match="compiled 4 times because momentum in the optimizer's param_groups"):
-        model.fit(X[:96], Y[:96], 16 // cores, 1, verbose=0, callbacks=[Always()], cores=cores)
 
 
 class ClearedBefore(tpufit.Model):
@@ -393,7 +382,7 @@ class Lookahead(optim.Optimizer):
 
 
 @pytest.mark.parametrize("place", ["attribute", "state", "group"])
-def test_an_optimizer_that_decides_by_a_count_is_traced(cores, place):
+def test_an_optimizer_that_decides_by_a_count(cores, place):
     def losses(**how):
         torch.manual_seed(0)
         net = nn.Linear(6, 2, bias=False)
@@ -401,8 +390,11 @@ def test_an_optimizer_that_decides_by_a_count_is_traced(cores, place):
         model.compile(Lookahead(net.parameters(), place), "cross_entropy", scale_lr=None, **how)
         return [model.train_on_batch(X[:16], Y[:16], cores=cores) for _ in range(14)]
 
-    with pytest.warns(UserWarning, match="traced anew on every call.*steps"):
+    if place == "group":  # a number of the optimizer: each outcome of the comparison has a graph
         replayed = losses()
+    else:
+        with pytest.warns(UserWarning, match="traced anew on every call.*steps"):
+            replayed = losses()
     assert replayed == pytest.approx(losses(run_eagerly=True))
 
 

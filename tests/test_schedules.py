@@ -179,13 +179,10 @@ def test_one_cycle_has_the_true_length_and_pytorchs_rates(cores):
 
 
 @pytest.mark.parametrize("optimizer", [SGD, partial(torch.optim.AdamW, lr=1e-3)], ids=["sgd", "adamw"])
-def test_momentum_cycles_in_a_few_levels_whose_graphs_are_counted(cores, optimizer):
-    model, rates, _, counts = fit(cores, OneCycle(max_lr=0.01, momentum_levels=3), optimizer=optimizer)
-    assert {round(m, 6) for m in rates.momenta} == {0.85, 0.9, 0.95}
-    assert rates.momenta[0] == rates.momenta[-1] == 0.95 and min(rates.momenta) == pytest.approx(0.85)
-    option = "momentum" if optimizer is SGD else "betas"
-    assert counts.captures == {f"{option} in the optimizer's param_groups": 2}
-    assert counts.graphs["train"] <= 6 and not model.report().traced["train"]
+def test_the_momentum_cycles_against_the_rate(cores, optimizer):
+    _, rates, _, _ = fit(cores, OneCycle(max_lr=0.01), optimizer=optimizer)
+    assert rates.momenta[0] == pytest.approx(0.95) and rates.momenta[-1] == pytest.approx(0.95)
+    assert min(rates.momenta) == rates.momenta[np.argmax(rates.rates)] == pytest.approx(0.85, abs=1e-3)
 
 
 def test_the_peak_defaults_to_the_rate_of_compile(cores):
@@ -277,7 +274,6 @@ def test_the_rate_has_keras_names_and_groups_keep_their_proportions(cores):
         (lambda: LearningRateScheduler(0.1), r"function of \(epoch, lr\), got 0.1"),
         (lambda: LRScheduler(lr_scheduler.StepLR, interval="batch"), "'epoch' or 'step', got 'batch'"),
         (lambda: LRScheduler(0.1), "a function of the optimizer"),
-        (lambda: OneCycle(momentum_levels=1), "at least 2, got 1"),
     ],
 )
 def test_wrong_arguments(make, message):

@@ -19,16 +19,14 @@ from .group_numbers import Attached, GroupNumbers
 from .groups import ExcludeArgument, GroupConfig
 from .host_counters import HostCounters
 from .inner import find_rated, optimizers_in, rated_groups
+from .options import has_inputs, let_momentum_vary, list_constants, set_momentum
 from .rates import (
-    RATE_KEYS,
-    RUNNING,
     begin_from_peak,
     group_rates,
     note_scheduled,
     rates,
     require_optimizer,
     require_rates,
-    runs_numbers,
     scale_rates,
     scaled_rates,
     set_rate,

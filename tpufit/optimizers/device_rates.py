@@ -6,6 +6,7 @@ traced they are elements of a vector on the device, so that a new rate needs no 
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch.optim import Optimizer
 from ..backend import Placement
 from ..runtime import keeps_count, to_device
 from ..utils.replaced import replaced
-from .rates import runs_numbers
+from .options import has_inputs
 from .shared_counters import SharedCounterMode, SharedStepCounters
-from .traced import Traced
+from .traced import call_with_inputs
 
 # Replaces a rate of 0, because Adam divides by a rate that is a tensor: a weight that has never had a gradient, such as
 # the embedding of an unused word, would become NaN. So small a rate changes only weights of 0, by no more than itself.
@@ -44,7 +45,7 @@ class DeviceRates:
         """
         if steps != self.sent:
             self.sent = steps
-            host = torch.tensor(steps if len(steps) > 1 else steps[0])
+            host = torch.tensor(steps if len(steps) > 1 else steps[0], dtype=torch.float32)
             if isinstance(self._optimizer, (torch.optim.Adam, torch.optim.AdamW)):
                 host[host == 0] = _TINY_RATE
             (self._rates,) = to_device([host], self._placement)
@@ -67,8 +68,8 @@ class DeviceRates:
         """A context in which the optimizer takes tensors for its rates, and counts its steps on the device."""
         options = {"foreach": False, "fused": False, "capturable": keeps_count(self._optimizer)}
         shares = isinstance(self._optimizer, SharedStepCounters)
-        mode = _WithNumbers if runs_numbers(self._optimizer) else _OnDevice
-        with self._restoring(*options), replaced(self._optimizer, mode=_OnDevice) if shares else mode():
+        mode = _WithNumbers if has_inputs(self._optimizer) else _OnDevice
+        with self._restoring(*options), replaced(self._optimizer, mode=mode) if shares else mode():
             for group in self._optimizer.param_groups:
                 group.update({key: value for key, value in options.items() if key in group})
             yield
@@ -134,13 +135,14 @@ class _WithNumbers(_OnDevice):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args = tuple(arg.on_device() if isinstance(arg, Traced) else arg for arg in args)
-        given = {name: arg.on_device() if isinstance(arg, Traced) else arg for name, arg in (kwargs or {}).items()}
-        if func.__name__ == "lerp_" and isinstance(given.get("weight"), Tensor):  # in the dtype of the weights
+        return call_with_inputs(partial(self._run_on_tensors, func, types), args, kwargs or {})
+
+    def _run_on_tensors(self, func: Any, types: Any, *args: Any, **kwargs: Any) -> Any:
+        if func.__name__ == "lerp_" and isinstance(kwargs.get("weight"), Tensor):  # in the dtype of the weights
             target = args[0]
-            end = given["end"] if "end" in given else args[1]
-            return target.add_(torch.mul(torch.sub(end, target), given["weight"]))
-        return super().__torch_function__(func, types, args, given)
+            end = kwargs["end"] if "end" in kwargs else args[1]
+            return target.add_(torch.mul(torch.sub(end, target), kwargs["weight"]))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _same_shapes(target: Tensor, *others: Any) -> bool:

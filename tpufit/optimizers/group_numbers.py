@@ -1,25 +1,29 @@
-"""`GroupNumbers`: numbers in an optimizer's groups that its steps change, as schedule-free optimizers do.
+"""`GroupNumbers`: numbers in an optimizer's groups that change between steps, as the momentum does with `OneCycle`.
 
-They stay Python numbers. Only while a step is traced they are `Traced` numbers, whose computations a `Course` records.
-A number that enters a tensor is an input of the graph. A replay computes the course again with the current numbers. If
-a comparison then has another outcome, the step takes another course and is traced.
+Callbacks change them, or the optimizer's steps, as in schedule-free optimizers. They stay Python numbers. Only while a
+step is traced they are `Traced` numbers, whose computations a `Course` records. A number that enters a tensor is an
+input of the graph. A replay computes the course again with the current numbers. If a comparison then has another
+outcome, the step takes another course and is traced.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ..backend import Placement
+from ..errors import ArgumentError
 from ..runtime import to_device
 from .device_rates import DeviceRates
-from .rates import RUNNING, runs_numbers
+from .options import Options, constants_in, has_inputs, inputs_in, is_numeric, let_vary, runs_numbers
 from .traced import Traced
 
-_Place = tuple[int, int, int, str]  # where a number is: the step, the optimizer, the group, the key
+# Where a number is: the step, the optimizer, the group, the option, and the position in an option of several numbers.
+_Place = tuple[int, int, int, str, int]
 Attached = Sequence[tuple[Optimizer, DeviceRates]]
 """The optimizers with rates on the device, and these rates."""
 
@@ -32,7 +36,7 @@ class Course:
         self._known: dict[Hashable, int] = {}
         self.values: list[Any] = []
         self.used: dict[int, Tensor] = {}  # the numbers that entered tensors, as inputs of the graph, in order
-        self.results: dict[_Place, int] = {}  # the groups' final numbers
+        self.results: dict[tuple[int, int, str], Any] = {}  # by optimizer, group and name: what the steps have changed
         self.enter: Callable[[int], Tensor] = lambda index: self.used[index]  # makes a number an input
 
     def number(self, source: Any, value: float) -> Traced:
@@ -92,50 +96,101 @@ class Course:
 
 
 class GroupNumbers:
-    """The numbers that optimizers' steps change in their groups, and the courses that steps have taken so far."""
+    """The numbers in the optimizers' groups that change between steps, and the courses that steps have taken so far.
+
+    Attributes:
+        changed: The values before and after the last change that made an option an input, by the option's name.
+    """
 
     def __init__(self) -> None:
+        self.changed: dict[str, tuple[Any, Any]] = {}
         self._courses: dict[Hashable, list[Course]] = {}
+        self._constants: dict[Optimizer, list[Options]] = {}  # for each group the options that are part of the graph
+        self._steps: list[dict[Optimizer, list[Options]]] = []  # the others, for each step noted since the last `find`
         self._numbers: dict[_Place, float] = {}
         self._course = Course()  # of the last trace
-        self._running: list[tuple[int, Optimizer, DeviceRates]] = []
+        self._varying: list[tuple[int, Optimizer, DeviceRates]] = []  # the optimizers with such numbers
         # Of the next steps.
         self._base: Hashable = None
         self._at = 0  # the number of their course
         self._sent: list[float] = []  # the numbers that were sent for this course
-        self._results: dict[_Place, float] = {}
+        self._results: dict[tuple[int, int, str], Any] = {}
         self._inputs: list[Tensor] = []
         self._first = 0  # the first of the inputs that are numbers
 
-    def find(self, key: Hashable, attached: Attached, placement: Placement) -> tuple[tuple[int, ...], list[Tensor]]:
+    def note_step(self, attached: Attached, joined: bool) -> None:
+        """Note the options of the next step. A number that has changed is an input from now on.
+
+        Args:
+            attached: The optimizers.
+            joined: True if the step is in one graph with the step that was noted before.
+
+        Raises:
+            ArgumentError: Another option has changed between two steps of one graph.
+        """
+        if not joined:
+            self._steps = []
+        for optimizer, _ in attached:
+            constants = [constants_in(group) for group in optimizer.param_groups]
+            before = self._constants.get(optimizer)
+            if before is not None and before != constants:
+                for at, (old, new) in enumerate(zip(before, constants, strict=False)):
+                    self._note_changes(optimizer, at, old, new, joined)
+                constants = [constants_in(group) for group in optimizer.param_groups]
+            self._constants[optimizer] = constants
+        self._steps.append(_read_inputs(attached))
+
+    def _note_changes(self, optimizer: Optimizer, at: int, old: Options, new: Options, joined: bool) -> None:
+        group = optimizer.param_groups[at]
+        for name in old.keys() & new.keys():
+            if old[name] == new[name]:
+                continue
+            if is_numeric(old[name]) and is_numeric(group[name]):
+                self.changed[name] = old[name], new[name]
+                let_vary(group, name)
+                for step in self._steps:  # it had the old value there
+                    step[optimizer][at][name] = old[name]
+            elif joined:
+                raise ArgumentError(
+                    f"{name} in the optimizer's param_groups has changed from {old[name]!r} to {new[name]!r} between "
+                    "two steps that run as one graph, where only numbers may change: compile with "
+                    "steps_per_execution=1, or change it between epochs"
+                )
+
+    def find(
+        self, key: Hashable, attached: Attached, placement: Placement, steps: int
+    ) -> tuple[tuple[int, ...], list[Tensor]]:
         """Find the course that the next steps take.
 
         Returns:
             The course's part of the graph's key, and the inputs that it adds: none before its first trace, which adds
             the inputs itself.
         """
-        self._running = [(i, *pair) for i, pair in enumerate(attached) if runs_numbers(pair[0])]
+        self._varying = [(i, *pair) for i, pair in enumerate(attached) if has_inputs(pair[0])]
         self._placement = placement
-        if not self._running:
+        noted, self._steps = self._steps, []
+        if not self._varying:
             return (), []
-        self._numbers = {
-            (0, i, j, name): group[name]
-            for i, optimizer, _ in self._running
-            for j, group in enumerate(optimizer.param_groups)
-            for name in RUNNING
-            if name in group
-        }
-        for i, _, rates in self._running:
-            for step, row in enumerate(rates.sent):
-                self._numbers |= {(step, i, j, "lr"): rate for j, rate in enumerate(row)}
+        if len(noted) != steps:  # nothing has changed between them
+            noted = [_read_inputs(attached)] * steps
+        self._numbers = {}
+        for i, optimizer, rates in self._varying:
+            for step, options in enumerate(noted):
+                for j, group in enumerate(options[optimizer]):
+                    for name, option in group.items():
+                        for part, number in enumerate(_list(option)):
+                            self._numbers[step, i, j, name, part] = number
+            if runs_numbers(optimizer):
+                for step, row in enumerate(rates.sent):
+                    self._numbers |= {(step, i, j, "lr", 0): rate for j, rate in enumerate(row)}
         self._base = key
         courses = self._courses.setdefault(key, [])
         for self._at, course in enumerate(courses):
             values = course.recompute(self._numbers)
             if values is not None:
-                self._results = {place: values[index] for place, index in course.results.items()}
+                self._results = _evaluate(course.results, values)
                 self._sent = [values[index] for index in course.used]
-                return (self._at,), to_device([torch.tensor(float(v)) for v in self._sent], placement)
+                return (self._at,), to_device([_as_tensor(value) for value in self._sent], placement)
         self._at = len(courses)
         self._sent = []
         return (self._at,), []
@@ -147,35 +202,44 @@ class GroupNumbers:
         The graph's `inputs` end with the inputs of the course. The context yields a function to call with the number
         of each step before it runs.
         """
-        if not self._running:
+        if not self._varying:
             yield lambda step: None
             return
         self._course = course = Course()
         self._inputs = inputs
         self._first = len(inputs) - len(self._sent)
         course.enter = self._enter
-        groups = [(i, j, group) for i, o, _ in self._running for j, group in enumerate(o.param_groups)]
-        before = [dict(group) for *_, group in groups]
+        groups = [
+            (i, j, group, [*inputs_in(group), *(["lr"] if runs_numbers(optimizer) else [])])
+            for i, optimizer, _ in self._varying
+            for j, group in enumerate(optimizer.param_groups)
+        ]
+        before = [dict(group) for _, _, group, _ in groups]
+        given: dict[tuple[int, int, str], Any] = {}
+
+        def trace(place: tuple[int, int, int, str], option: Any) -> Any:
+            places = [(*place, part) for part in range(len(_list(option)))]
+            numbers = [course.number(each, self._numbers[each]) for each in places]
+            return type(option)(numbers) if isinstance(option, (tuple, list)) else numbers[0]
 
         def use(step: int) -> None:
-            for i, j, group in groups:
-                group["lr"] = course.number((step, i, j, "lr"), self._numbers[step, i, j, "lr"])
+            for (i, j, group, names), options in zip(groups, before, strict=True):
+                for name in names:
+                    # What an earlier step has changed stays.
+                    if name == "lr" or group[name] is given.get((i, j, name), group[name]):
+                        given[i, j, name] = group[name] = trace((step, i, j, name), options[name])
 
-        for i, j, group in groups:
-            for name in RUNNING:
-                if name in group:
-                    group[name] = course.number((0, i, j, name), group[name])
         try:
             yield use
-            for i, j, group in groups:
+            for i, j, group, _ in groups:
                 course.results |= {
-                    (0, i, j, name): value.index
+                    (i, j, name): value
                     for name, value in group.items()
-                    if isinstance(value, Traced) and name != "lr"
+                    if name != "lr" and value is not given.get((i, j, name)) and _holds_traced(value)
                 }
         finally:
-            for (*_, group), values in zip(groups, before, strict=True):
-                group.update(values)
+            for (_, _, group, names), values in zip(groups, before, strict=True):
+                group.update({key: values.get(key) for key in group if key in names or _holds_traced(group[key])})
 
     def _enter(self, index: int) -> Tensor:
         """Return a number of the course as an input of the graph."""
@@ -186,21 +250,50 @@ class GroupNumbers:
             if at < len(self._sent) and self._sent[at] == value:
                 course.used[index] = self._inputs[self._first + at]
             else:
-                (course.used[index],) = to_device([torch.tensor(float(value))], self._placement)
+                (course.used[index],) = to_device([_as_tensor(value)], self._placement)
                 self._inputs.append(course.used[index])
         return course.used[index]
 
-    def note_trace(self) -> None:
-        """Note that the steps have been traced and run: give the groups their new numbers."""
-        if self._running:
-            course = self._course
-            courses = self._courses[self._base]
-            courses[self._at :] = [course, *courses[self._at + 1 :]]
-            self._results = {place: course.values[index] for place, index in course.results.items()}
-            self.note_replay()
+    def note_trace(self) -> bool:
+        """Note that the steps have been traced and run: give the groups their new numbers.
+
+        Returns:
+            True if the course is new, and such steps have taken another course before.
+        """
+        if not self._varying:
+            return False
+        course = self._course
+        courses = self._courses[self._base]
+        new = self._at == len(courses) > 0
+        courses[self._at :] = [course, *courses[self._at + 1 :]]
+        self._results = _evaluate(course.results, course.values)
+        self.note_replay()
+        return new
 
     def note_replay(self) -> None:
         """Note that the steps have run without their Python: give the groups the numbers that it would have set."""
-        for i, optimizer, _ in self._running:
+        for i, optimizer, _ in self._varying:
             for j, group in enumerate(optimizer.param_groups):
-                group.update({n: value for (_, o, g, n), value in self._results.items() if (o, g) == (i, j)})
+                group.update({name: value for (o, g, name), value in self._results.items() if (o, g) == (i, j)})
+
+
+def _read_inputs(attached: Attached) -> dict[Optimizer, list[Options]]:
+    return {optimizer: [inputs_in(group) for group in optimizer.param_groups] for optimizer, _ in attached}
+
+
+def _as_tensor(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float32)
+
+
+def _list(option: Any) -> Sequence[float]:
+    return option if isinstance(option, (tuple, list)) else [option]
+
+
+def _holds_traced(value: Any) -> bool:
+    return any(isinstance(part, Traced) for part in (value if isinstance(value, (tuple, list)) else [value]))
+
+
+def _evaluate(results: Mapping[Any, Any], values: Sequence[Any]) -> dict[Any, Any]:
+    """Return results with numbers for `Traced` numbers."""
+    numbers: dict[Any, Any] = tree_map_only(Traced, lambda number: values[number.index], dict(results))
+    return numbers

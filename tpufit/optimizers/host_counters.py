@@ -33,10 +33,14 @@ class HostCounters:
     def restoring_numbers(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
         """A context at whose end the optimizers' numbers are restored, for Python that runs without a step."""
         self.catch_up()
+        optimizers = list(optimizers)
         before = list(_host_numbers(optimizers))
+        groups = [(group, dict(group)) for optimizer in optimizers for group in optimizer.param_groups]
         try:
             yield
         finally:
+            for group, options in groups:
+                group.update(options)
             for state, name, value in before:
                 if isinstance(state[name], Tensor):
                     state[name].fill_(value)

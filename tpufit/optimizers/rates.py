@@ -17,14 +17,6 @@ _PEAK = "initial_lr"  # PyTorch's name of the rate that a schedule begins with o
 # The keys of a group that hold its rate and the rate's origin, both tpufit's and PyTorch's.
 RATE_KEYS = ("lr", _PEAK, _RATIO, _FACTOR, _SCALED, _SCHEDULED)
 
-# The numbers in the groups of schedule-free optimizers that a step changes.
-RUNNING = ("k", "step", "lr_max", "weight_sum")
-
-
-def runs_numbers(optimizer: Optimizer) -> bool:
-    """True if an optimizer's steps change numbers in its groups, as schedule-free optimizers do."""
-    return "weight_sum" in optimizer.param_groups[0]
-
 
 def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
     """Return the optimizer, or raise `NotCompiledError` if `compile` got none."""

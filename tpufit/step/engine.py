@@ -461,9 +461,9 @@ class Engine:
         parts["transform"] = role.transform
         parts |= {metric.name: metric.users for metric in self.config.metrics if metric.users is not None}
         if role.learns:
-            # The numbers of schedule-free optimizers are inputs of a graph.
+            # The numbers of such optimizers are inputs of a graph.
             used = self.state.named_optimizers().items()
-            parts |= {f"{kind.__name__}.{name}": value for name, value in used if not optimizers.runs_numbers(value)}
+            parts |= {f"{kind.__name__}.{name}": value for name, value in used if not optimizers.has_inputs(value)}
         return parts | attributes
 
     def note_formats(self, products: set[torch.dtype]) -> None:

@@ -7,7 +7,7 @@ number once, and a key consists of numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..data import Compose
-from ..optimizers import RATE_KEYS, RUNNING, runs_numbers
+from ..optimizers import list_constants
 from ..utils.counters import count_capture
 from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import warn
@@ -35,7 +35,7 @@ class Guard:
     modes: tuple[bool, ...]  # `training` of each part of the modules
     learning: tuple[bool, ...]  # `requires_grad` of each parameter
     parameters: tuple[int, ...]  # their `id`
-    options: tuple[tuple[str, Any], ...]  # of the optimizers, see `list_options`
+    options: tuple[tuple[str, Any], ...]  # of the optimizers, see `list_constants`
     python: tuple[tuple[str, Any], ...]  # of the user's objects, see `python_state.facts`
 
     @classmethod
@@ -46,7 +46,7 @@ class Guard:
             tuple(part.training for module in modules for part in module.modules()),
             tuple(parameter.requires_grad for parameter in parameters),
             tuple(map(id, parameters)),
-            list_options(optimizers),
+            list_constants(optimizers),
             tuple(python.items()),
         )
 
@@ -70,25 +70,15 @@ class Guard:
                 return f"{changed[0]}{where}"
         return "nothing that has a name"
 
-    def describe_values(self, later: Guard) -> str:
+    def describe_values(self, later: Guard, varying: Mapping[str, tuple[Any, Any]]) -> str:
         """Give both values of the option or fact that `describe_change` names, e.g. `" (from 0.9 to 0.5)"`."""
         for pairs, others in ((self.options, later.options), (self.python, later.python)):
             before, after = (sorted(set(a) - set(b), key=str) for a, b in ((pairs, others), (others, pairs)))
             if before and after and before[0][0] == after[0][0]:
                 return f" (from {before[0][1]!r} to {after[0][1]!r})"
+            if before and not after and before[0][0] in varying:
+                return " (from {!r} to {!r})".format(*varying[before[0][0]])
         return ""
-
-
-def list_options(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
-    """List the options in the optimizers' groups, except the rates and counts that are inputs of a graph."""
-    return tuple(
-        (key, value if isinstance(value, (int, float, str, bool, tuple)) else id(value))
-        for optimizer in optimizers
-        for inputs in [RATE_KEYS + RUNNING if runs_numbers(optimizer) else RATE_KEYS]
-        for group in optimizer.param_groups
-        for key, value in group.items()
-        if key not in inputs
-    )
 
 
 class GraphKeys:
@@ -143,7 +133,7 @@ class GraphKeys:
         self._transforms.append(transform)
         return len(self._transforms) - 1
 
-    def _number_guard(self, guard: Guard, modules: Parts) -> int:
+    def _number_guard(self, guard: Guard, modules: Parts, varying: Mapping[str, tuple[Any, Any]]) -> int:
         """Return the number of a snapshot. A new snapshot counts as a capture, for the change that made it new."""
         before = self._last
         self._last = guard
@@ -151,22 +141,28 @@ class GraphKeys:
             self._guards[guard] = len(self._guards)
             if before is not None and before != guard:
                 change = before.describe_change(guard, modules)
-                self.changes[self._guards[guard]] = f"{change} changed{before.describe_values(guard)}"
-                self._count_change(change)
+                self.changes[self._guards[guard]] = f"{change} changed{before.describe_values(guard, varying)}"
+                self.count_change(change)
         return self._guards[guard]
 
-    def _count_change(self, change: str) -> None:
+    def count_change(self, change: str) -> None:
+        """Count a change that needs another graph; warn once it has often happened."""
         count_capture(change)
         self._times[change] = self._times.get(change, 0) + 1
         if self._times[change] == _OFTEN:
             warn(
                 f"the {self._role} step has been compiled {_OFTEN} times because {change} changed: it is part of the "
-                "graph, and only the learning rate is an input. Change it seldom, or not at all",
+                "graph, whose only inputs are the optimizer's numbers, such as the learning rate. Change it seldom, or "
+                "not at all",
             )
 
     def note_hooks(self) -> None:
-        """Note that callbacks have run, which may have changed the optimizer's options."""
+        """Note that the user's Python has run, which may have changed the optimizer's options."""
         self._hooked = True
+
+    def may_have_changed(self, held: bool) -> bool:
+        """True if the optimizer's options can have changed since the last snapshot; see `is_current`."""
+        return self._hooked or not held or self._guard is None
 
     def is_current(self, optimizers: Iterable[Optimizer], held: bool) -> bool:
         """True if nothing can have changed since the last snapshot.
@@ -176,21 +172,27 @@ class GraphKeys:
         """
         hooked = self._hooked
         self._hooked = False
-        return held and self._guard is not None and (not hooked or self._guard.options == list_options(optimizers))
+        return held and self._guard is not None and (not hooked or self._guard.options == list_constants(optimizers))
 
-    def refresh(self, modules: Parts, optimizers: Iterable[Optimizer], known_keys: Iterable[Any]) -> None:
-        """Renew the snapshot.
+    def refresh(
+        self,
+        modules: Parts,
+        optimizers: Iterable[Optimizer],
+        known_keys: Iterable[Any],
+        varying: Mapping[str, tuple[Any, Any]],
+    ) -> None:
+        """Renew the snapshot. `varying` has both values of options that have become inputs, for reports.
 
         Raises:
             StrictError: The snapshot is new, and the pass is strict.
         """
         self._guard = Guard.of(modules, optimizers, self._python())
-        self._number = self._number_guard(self._guard, modules)
+        self._number = self._number_guard(self._guard, modules, varying)
         if self._strict and self._number not in {key[0] for key in known_keys}:
             self._strict.refuse(
                 f"after its first pass over the data the {self._role} step needs another graph, because "
-                f"{self._cause_of_snapshot()}. Only the learning rate is an input of a graph: change the rest before "
-                "fit, or leave out strict"
+                f"{self._cause_of_snapshot()}. Only the optimizer's numbers, such as the learning rate, are inputs of "
+                "a graph: change the rest before fit, or leave out strict"
             )
 
     def make_key(self, signature: int, steps: int, stacked: bool, updates: Iterable[Hashable]) -> tuple[Any, ...]:

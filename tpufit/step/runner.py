@@ -153,10 +153,10 @@ class StepRunner:
         if self._program.captures:
             used = [optimizer for optimizer, _ in attached]
             if not role.keys.is_current(used, state.device.held):
-                role.keys.refresh(state.modules, used, self._program.traced_keys)
+                role.keys.refresh(state.modules, used, self._program.traced_keys, self._group_numbers.changed)
         key = role.keys.make_key(group.forms[0].signature, steps, group.stacked, updates)
         if role.learns:
-            course, added = self._group_numbers.find(key, attached, state.placement)
+            course, added = self._group_numbers.find(key, attached, state.placement, steps)
             key = (*key, *course)
             inputs = [*inputs, *added]
         return _Plan(key, inputs, seeds, updates, partial(self._body, group, updates))
@@ -190,7 +190,7 @@ class StepRunner:
             outputs = self._capture(group, plan, pause)
         else:
             outputs = program(key, inputs, seeds, body, pause)
-            self._group_numbers.note_trace()
+            self._note_trace()
         if role.learns and self._engine.observed.formats is None:
             self._engine.note_formats(program.products)
         self.inside = False
@@ -205,7 +205,7 @@ class StepRunner:
         program.cause = role.keys.explain_capture(key, len(group.forms), program.traced_keys)
         with state.counters.tracing((role.name, key), state.named_optimizers().values()):
             outputs = program(key, inputs, seeds, body, pause)
-        self._group_numbers.note_trace()
+        self._note_trace()
         self._engine.register_new_state()  # only a traced step runs Python that could create state
         sample = self._sample(group, updates)
         if sample is not None and program.lacks_sample(key):
@@ -213,6 +213,13 @@ class StepRunner:
                 program.trace_sample(key, inputs, seeds, sample, pause)
         self._warn_of_change(program.pop_change())
         return outputs
+
+    def _note_trace(self) -> None:
+        """Note that the steps' Python has run, which may have changed the optimizers' options."""
+        keys = self._role.keys
+        keys.note_hooks()
+        if self._group_numbers.note_trace():
+            keys.count_change("the outcome of a comparison of the optimizer's numbers")
 
     def _commit(self, group: DeviceGroup, outputs: Any) -> None:
         """Count a whole group of started steps, and limit the pending steps."""
@@ -336,14 +343,18 @@ class StepRunner:
 
     def _send_rates(self, steps: int, updates: Sequence[UpdatePlan], attached: Attached) -> list[Tensor]:
         """Send the rates of the next steps to the device, see `DeviceRates.send`."""
+        noted = self._group_numbers
         if self.before_step is None:
+            if self._role.learns and self._role.keys.may_have_changed(self._engine.state.device.held):
+                noted.note_step(attached, joined=False)
             return [sent.send([optimizers.group_rates(optimizer)] * steps) for optimizer, sent in attached]
         rates: list[list[list[float]]] = [[] for _ in attached]
         plans = updates or [UpdatePlan()] * steps
         numbers = self._engine.state.numbers
         iterations = numbers.updates if updates else numbers.step
-        for plan in plans:
+        for i, plan in enumerate(plans):
             self.before_step(iterations)
+            noted.note_step(attached, joined=i > 0)
             iterations += plan.takes_step
             for row, (optimizer, _) in zip(rates, attached, strict=True):
                 row.append(optimizers.group_rates(optimizer))
