@@ -37,7 +37,9 @@ COMPLEX = {
     "real parts and imaginary ones, in another order": lambda z, x: torch.view_as_real(z).transpose(0, 1),
     "sgn": lambda z, x: z.sgn(),
     "sigmoid": lambda z, x: z.sigmoid(),
+    "standard deviation": lambda z, x: z.std(1) + torch.std_mean(z, 0)[1].sum(),
     "tanh": lambda z, x: z.tanh(),
+    "variance": lambda z, x: torch.var_mean(z, 1, correction=0)[0] + z.var(),
 }
 
 
@@ -47,6 +49,7 @@ def parts(result):
 
 
 EQUAL = (torch.eq, torch.ne)
+ODD = (torch.isnan, torch.isinf, torch.isfinite)
 TENTHS = torch.tensor([0.9, 0.3, 0.0, 1.0, 200.0, 16777216.0])
 RIGHT = {
     "amax of all": (lambda x: x.amax(), TIES),
@@ -143,6 +146,13 @@ RIGHT = {
         for kind in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.bool)
     },
     "bytes compared with a number": (lambda x: compared(x.to(torch.uint8)), TENTHS[:5]),
+    "complex: infinite or NaN": (lambda x: torch.stack([f(1 / x + 0j * x) for f in ODD]), TENTHS),
+    **{
+        f"limited by {name}": (lambda x, f=f: f(x[0], x[:, :1]), images(4, 4, 3))
+        for name, f in {"a tensor of more dimensions": torch.clamp_max, "another from below": torch.clamp_min}.items()
+    },
+    "inverses with their errors": (lambda x: torch.linalg.inv_ex(x).inverse, images(3, 4, 4) + 4 * torch.eye(4)),
+    "errors of inverses": (lambda x: torch.linalg.inv_ex(x).info, images(3, 4, 4)),
     "complex: compared with a number": (lambda x: torch.stack([f(x + 1j * x, 0.9) for f in EQUAL]), TENTHS),
 }
 
@@ -229,6 +239,45 @@ def test_the_device_computes_with_complex_numbers(cores):
         images(3, 3, 4),
     )
     assert not (runtime.counts() - before).fallbacks
+
+
+READS = {
+    "cpu": lambda z: z.cpu(),
+    "item": lambda z: torch.tensor([one.item() for one in z.flatten()], dtype=torch.complex128).reshape(z.shape),
+    "copy_": lambda z: torch.empty(z.shape, dtype=torch.complex128).copy_(z),
+    "converted": lambda z: z.to("cpu", torch.complex64).to(torch.complex128),
+    "fetched": lambda z: runtime.fetch([z], "test")[0],
+}
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.runtime("torch_xla")
+@pytest.mark.parametrize("read", READS)
+def test_imaginary_parts_of_complex128_are_read(cores, read):
+    placement = runtime.placement_on(runtime.start(cores, "test"))
+    values = torch.complex(images(2, 3), images(3, 2).T).to(torch.complex128)
+    for value in (placement.send([values])[0], placement.send([values.to(torch.complex64)])[0].to(torch.complex128)):
+        torch.testing.assert_close(READS[read](value), values, rtol=0, atol=0)
+
+
+@pytest.mark.cores(1)
+def test_rows_of_complex128_become_complex64(cores):
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(6, 1)
+
+        def forward(self, z):
+            return self.last(torch.view_as_real(z).flatten(1))
+
+    def trained(z):
+        torch.manual_seed(0)
+        model = tpufit.Model(Parts())
+        model.compile("sgd", "mse", scale_lr=None)
+        return model.fit(z, z.abs().sum(1, keepdim=True).float(), 16, 2, verbose=0, cores=cores).history
+
+    rows = torch.complex(images(64, 3), images(3, 64).T)
+    assert trained(rows.to(torch.complex128)) == trained(rows)
 
 
 @pytest.mark.cores(1, 8)

@@ -112,6 +112,8 @@ def _as_tensor(leaf: Any) -> Any:
         leaf = torch.tensor(leaf, dtype=torch.float32 if isinstance(leaf, float) else None)
     if isinstance(leaf, Tensor) and leaf.dtype is torch.float64:
         return leaf.float()  # NumPy's default, and a TPU has no float64
+    if isinstance(leaf, Tensor) and leaf.dtype is torch.complex128:
+        return leaf.to(torch.complex64)
     return leaf
 
 

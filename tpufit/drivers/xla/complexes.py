@@ -4,6 +4,7 @@ The functions in `OWN` take an operation's arguments; the others take the native
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,11 +106,41 @@ def vector_norm(
     return result
 
 
+def _variance(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`var` of complex numbers, which torch_xla can't compile."""
+    first, second = (torch.var(_part(tensor, number), *args, **kwargs) for number in (0, 1))
+    return first + second
+
+
+def _deviation(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _variance(tensor, *args, **kwargs).sqrt()
+
+
+def _with_mean(
+    function: Callable[..., Tensor], tensor: Tensor, dim: Any = None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    return function(tensor, dim, **kwargs), mean(tensor, dim, kwargs.get("keepdim", False))
+
+
+def _is_nan(tensor: Tensor) -> Tensor:
+    return _part(tensor, 0).isnan() | _part(tensor, 1).isnan()
+
+
+def _is_infinite(tensor: Tensor) -> Tensor:
+    return _part(tensor, 0).isinf() | _part(tensor, 1).isinf()
+
+
 # These take only an operation's arguments, and replace the native kernel for complex numbers.
-OF_COMPLEX: dict[str, Callable[..., Tensor]] = {
+OF_COMPLEX: dict[str, Callable[..., Any]] = {
     "abs": absolute,
     "div.Scalar": _divide,
+    "isinf": _is_infinite,
+    "isnan": _is_nan,
     "linalg_vector_norm": vector_norm,
     "mean": mean,
     "mean.dim": mean,
+    "std.correction": _deviation,
+    "std_mean.correction": partial(_with_mean, _deviation),
+    "var.correction": _variance,
+    "var_mean.correction": partial(_with_mean, _variance),
 }

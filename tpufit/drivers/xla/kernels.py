@@ -63,6 +63,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels: dict[str, Callable[..., Any]] = {"roll": _roll, "glu": _glu}
     kernels |= {"_local_scalar_dense": reads.read, "_to_copy": reads.convert}
     kernels |= {"inverse": _inverse, "linalg_inv_ex": _inverse}
+    kernels |= dict.fromkeys(("clamp_max.Tensor", "clamp_min.Tensor"), _broadcast)
     kernels |= {"_linalg_svd": _svd, "pixel_shuffle": _pixel_shuffle, "svd": _svd}
     kernels |= {name: partial(_over_all, position) for name, position in _DIMENSIONS.items()}
     kernels |= {"diagonal": _diagonal, "diagonal_copy": _diagonal, "diagonal_scatter": _diagonal_scatter}
@@ -211,7 +212,16 @@ def _einsum(native: Callable[..., Tensor], keys: Any, equation: str, tensors: li
 def _inverse(native: Callable[..., Any], keys: Any, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
     if matrix.is_complex():
         raise RuntimeError("torch_xla can't invert complex matrices: call torch.linalg.solve(x, identity), on the host")
-    return native(keys, matrix, *args, **kwargs)
+    found = native(keys, matrix, *args, **kwargs)
+    if isinstance(found, Tensor):
+        return found
+    inverse, *_ = found  # the second result, one error code for each matrix, has another shape
+    return inverse, torch.zeros(matrix.shape[:-2], dtype=torch.int32, device=matrix.device)
+
+
+def _broadcast(native: Callable[..., Tensor], keys: Any, *tensors: Tensor) -> Tensor:
+    """Call an operation on tensors of one shape; torch_xla's raises an error for tensors of different ranks."""
+    return native(keys, *torch.broadcast_tensors(*tensors))
 
 
 def _glu(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any) -> Tensor:

@@ -14,7 +14,10 @@ from .bindings import xla
 
 def read(tensors: Sequence[Tensor], collective: bool) -> list[Tensor]:
     """Copy device tensors to the host. **This waits**. If `collective`, all hosts read the same tensors."""
+    wide = [i for i, tensor in enumerate(tensors) if tensor.dtype is torch.complex128]
     values = list(tensors)
+    for i in wide:  # torch_xla would drop the imaginary parts
+        values[i] = torch.view_as_real_copy(values[i])
     xla()._xla_sync_multi(values, devices=[], wait=True, sync_xla_data=False)
     specs = [xla()._get_xla_sharding_spec(tensor) for tensor in values]
     _check_computed([tensor for tensor, spec in zip(values, specs, strict=True) if spec])
@@ -25,6 +28,8 @@ def read(tensors: Sequence[Tensor], collective: bool) -> list[Tensor]:
         values[i] = value
     for i in sorted(split):
         values[i] = _gather(values[i]) if collective and not _is_local(values[i]) else _join_shards(values[i])
+    for i in wide:
+        values[i] = torch.view_as_complex(values[i])
     return values
 
 

@@ -1,6 +1,7 @@
 """Kernels that copy a tensor to the host, such as those of `.item()`, `.cpu()` and operations that run on the host.
 
-Each computes pending tensors first, and finds their program inside `telling_apart`.
+Each computes pending tensors first, and finds their program inside `telling_apart`. complex128 is read as pairs of real
+numbers, because torch_xla drops the imaginary parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +15,18 @@ from .lowering import telling_apart
 
 def read(native: Callable[..., Any], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Read a tensor, as `.item()` does."""
+    if tensor.dtype is torch.complex128:
+        return tensor.cpu().item()
     with telling_apart([tensor]):
         return native(keys, tensor, *args, **kwargs)
 
 
 def copy(native: Callable[..., Tensor], keys: Any, target: Tensor, source: Tensor, *args: Any) -> Tensor:
     """Copy a tensor into another, as `copy_` does: perhaps into a tensor on the host."""
-    with telling_apart([source] if source.device.type == "xla" != target.device.type else []):
+    reads = source.device.type == "xla" != target.device.type
+    if reads and source.dtype is torch.complex128:
+        return target.copy_(source.cpu())
+    with telling_apart([source] if reads else []):
         copied: Tensor = native(keys, target, source, *args)
     return copied
 
@@ -30,6 +36,9 @@ def convert(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any
     device = kwargs.get("device")
     if device is None or torch.device(device).type == "xla":
         return native(keys, tensor, *args, **kwargs)
+    if tensor.dtype is torch.complex128:
+        pairs = torch.view_as_real_copy(tensor).to(device)
+        return torch.view_as_complex(pairs).to(kwargs.get("dtype") or tensor.dtype)
     with telling_apart([tensor]):
         copied: Tensor = native(keys, tensor, *args, **kwargs)
     return copied
