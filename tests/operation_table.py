@@ -1,0 +1,142 @@
+"""Compares the operations of PyTorch's own table (OpInfo) on the device with the CPU, forward and backward.
+
+    python tests/operation_table.py --dtype complex64 --samples 6 var linalg.inv_ex
+
+prints a JSON line for each operation: its samples, and the distinct verdicts that aren't "right". Each operation runs
+in a process of its own, because torch_xla may end the process, and an error may make all later operations fail. Random
+operations have no right result, so their verdicts mean nothing. The table needs the package expecttest.
+"""
+
+import argparse
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+# The largest difference |a - b| / (0.001 + |b|) that is rounding.
+ROUNDING = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.complex64: 2e-3}
+
+
+def compute(op: Any, sample: Any, send: Any) -> list[Tensor | None]:
+    """Compute an operation's results and gradients on tensors that `send` makes of the sample's, and read them."""
+    from tpufit.runtime.ops.kernels import replace_kernels
+
+    args, kwargs = tree_map_only(Tensor, send, ((sample.input, *sample.args), sample.kwargs))
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    torch.manual_seed(0)
+    with replace_kernels() if any(tensor.device.type != "cpu" for tensor in given) else nullcontext():
+        results = op.op(*args, **kwargs)
+        if sample.output_process_fn_grad is not None:
+            results = sample.output_process_fn_grad(results)
+        outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+        inputs = [tensor for tensor in given if tensor.requires_grad]
+        learning = [output for output in outputs if output.requires_grad]
+        gradients: Any = ()
+        if inputs and learning:
+            factors = [send(((torch.arange(o.numel()) % 7 + 1) / 7).reshape(o.shape).to(o.dtype)) for o in learning]
+            gradients = torch.autograd.grad(learning, inputs, factors, allow_unused=True)
+    numbers = [torch.tensor(leaf) for leaf in tree_leaves(results) if isinstance(leaf, (bool, int, float, complex))]
+    return [None if one is None else one.detach().cpu() for one in (*outputs, *gradients, *numbers)]
+
+
+def describe_difference(ours: list[Tensor | None], theirs: list[Tensor | None], rounding: float) -> str:
+    """Describe the first difference that is more than rounding, or return ""."""
+    if len(ours) != len(theirs):
+        return f"{len(ours)} results, not {len(theirs)}"
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if one is None or other is None:
+            known = one if other is None else other
+            if known is not None and known.abs().max() > 0:
+                return f"result {number} is missing on one side"
+        elif (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"result {number} is {one.dtype} {tuple(one.shape)}, not {other.dtype} {tuple(other.shape)}"
+        elif one.dtype.is_floating_point or one.dtype.is_complex:
+            a, b = (torch.view_as_real(t.resolve_conj().to(torch.complex128)) for t in (one, other))
+            relative = (a - b).abs() / (1e-3 + b.abs())
+            relative[(a == b) | (a.isnan() & b.isnan())] = 0
+            if relative.numel() and not relative.max() <= rounding:
+                return f"result {number} differs by {float(relative.max()):.2g}"
+        elif not torch.equal(one, other):
+            return f"result {number} differs"
+    return ""
+
+
+def judge(op: Any, dtype: torch.dtype, most: int, placement: Any) -> Iterator[str]:
+    """Yield the verdict of each sample that PyTorch accepts, up to `most`. An error ends the iteration."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    def send(tensor: Tensor) -> Tensor:
+        return placement.send([copy(tensor)])[0].requires_grad_(tensor.requires_grad)
+
+    torch.manual_seed(0)
+    learns = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    samples = list(op.sample_inputs("cpu", dtype, requires_grad=learns))
+    for sample in samples[:: -(-len(samples) // most)]:
+        theirs = None
+        with suppress(Exception):  # PyTorch refuses some samples
+            theirs = compute(op, sample, copy)
+        if theirs is None:
+            continue
+        try:
+            difference = describe_difference(compute(op, sample, send), theirs, ROUNDING.get(dtype, 0.0))
+        except Exception as error:
+            yield f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+            return
+        yield f"wrong: {difference}" if difference else "right"
+
+
+def judge_in_a_fork(op: Any, dtype: torch.dtype, most: int, cores: int) -> list[str]:
+    """Return the verdicts of an operation that runs in a fork of this process, which must not have begun with XLA."""
+    from tpufit import runtime
+
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        try:
+            placement = runtime.placement_on(runtime.start(cores, "the table of operations"))
+            for verdict in judge(op, dtype, most, placement):
+                os.write(writer, f"{verdict}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as said:
+        verdicts = said.read().splitlines()
+    _, status = os.waitpid(child, 0)
+    return verdicts + ([f"ended by signal {os.WTERMSIG(status)}"] if os.WIFSIGNALED(status) else [])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="operations (default: all)")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--samples", type=int, default=3, help="the most samples of an operation (default 3)")
+    parser.add_argument("--cores", type=int, default=1)
+    parser.add_argument("--part", default="1/1", help="e.g. 3/10: the third tenth of the operations")
+    given = parser.parse_args()
+    os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(given.cores))
+    # Imported once, before the forks.
+    import torch_xla  # noqa: F401
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    dtype = getattr(torch, given.dtype)
+    part, parts = map(int, given.part.split("/"))
+    for op in op_db:
+        chosen = not given.names or op.name in given.names
+        if chosen and dtype in op.supported_dtypes("cpu") and zlib.crc32(op.name.encode()) % parts == part - 1:
+            verdicts = judge_in_a_fork(op, dtype, given.samples, given.cores)
+            faults = sorted(set(verdicts) - {"right"})
+            print(json.dumps({"operation": op.formatted_name, "samples": len(verdicts), "faults": faults}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
