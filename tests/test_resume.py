@@ -29,7 +29,10 @@ from tpufit.errors import (
 from tpufit.trainer import passes
 from tpufit.utils.random import RNGState
 
-pytestmark = pytest.mark.cores(1, 8, timeout=600)
+pytestmark = [
+    pytest.mark.cores(1, 8, timeout=600),
+    pytest.mark.filterwarnings("ignore:a callback's on_train_batch_end has changed lr"),  # `Warm`, with joined steps
+]
 
 ROWS, BATCH, EPOCHS = 120, 32, 3  # four batches in each epoch, the last is short
 X = torch.from_numpy(np.random.default_rng(0).normal(size=(ROWS, 8)).astype(np.float32))

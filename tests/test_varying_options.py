@@ -137,6 +137,7 @@ def follow(cycle):
     return change
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize("joined", [1, pytest.param(3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("make", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize("name", CYCLES)
@@ -183,6 +184,7 @@ class Rooted(optim.Optimizer):
             group["pace"] = group["pace"] * 0.97
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize("joined", [1, 3])
 def test_numbers_that_the_step_itself_changes(cores, joined):
     model, _ = fit(Rooted, cores, [], steps_per_execution=joined)
@@ -191,6 +193,7 @@ def test_numbers_that_the_step_itself_changes(cores, joined):
     assert not model.report().traced["train"]
 
 
+@pytest.mark.soak_on(8)
 @pytest.mark.parametrize("joined", [1, 3])
 @pytest.mark.parametrize("option", ["share", "ways"])
 def test_a_number_that_is_read_as_a_number_needs_a_graph_for_each_value(cores, option, joined):
@@ -211,6 +214,7 @@ def test_a_number_that_is_read_as_a_number_needs_a_graph_for_each_value(cores, o
     assert_equal(model, plain(Rooted, change))
 
 
+@pytest.mark.soak_on(8)
 def test_many_graphs_for_a_number_that_is_read_are_reported(cores):
     class Falling(Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -220,6 +224,7 @@ def test_many_graphs_for_a_number_that_is_read_are_reported(cores):
         fit(Rooted, cores, [Falling()], epochs=1)
 
 
+@pytest.mark.soak_on(8)
 def test_a_flag_may_not_change_between_steps_of_one_graph(cores):
     class Toggling(Callback):
         def on_train_step_begin(self, batch, logs=None):
@@ -229,3 +234,17 @@ def test_a_flag_may_not_change_between_steps_of_one_graph(cores):
     with pytest.raises(ArgumentError, match=f"{sentence}one graph.*steps_per_execution=1"):
         fit(SGD, cores, [Toggling()], steps_per_execution=4)
     fit(SGD, cores, [Toggling()], epochs=1)
+
+
+@pytest.mark.soak_on(8)
+@pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_train_batch_end"])
+def test_a_batch_hook_that_sets_numbers_for_several_steps_at_once_is_reported(cores, hook):
+    def set_momentum(self, batch, logs=None):
+        self.model.optimizer.param_groups[0]["momentum"] = 0.5 + 0.01 * batch
+
+    callback = type("Own", (Callback,), {hook: set_momentum})()
+    with pytest.warns(
+        UserWarning, match=rf"{hook} has changed momentum of the optimizer.*once for 4 steps.*step_begin"
+    ):
+        fit(SGD, cores, [callback], steps_per_execution=4)
+    fit(SGD, cores, [callback], epochs=1)

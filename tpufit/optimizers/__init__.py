@@ -19,7 +19,7 @@ from .group_numbers import Attached, GroupNumbers
 from .groups import ExcludeArgument, GroupConfig
 from .host_counters import HostCounters
 from .inner import find_rated, optimizers_in, rated_groups
-from .options import has_inputs, let_momentum_vary, list_constants, set_momentum
+from .options import has_inputs, let_momentum_vary, list_constants, numbers_of, set_momentum
 from .rates import (
     begin_from_peak,
     group_rates,

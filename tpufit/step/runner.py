@@ -256,6 +256,10 @@ class StepRunner:
             "then. Keep changing values in a buffer of the module, or change them between epochs"
         )
 
+    def numbers(self) -> list[set[tuple[str, Any]]]:
+        """Return the numbers in the optimizers' groups by name, such as rates and momenta: a set for each group."""
+        return optimizers.numbers_of(optimizer for optimizer, _ in self._engine.state.attached)
+
     def note_hooks(self) -> None:
         """Note that callbacks have run, which may have changed the optimizer's options."""
         self._role.keys.note_hooks()

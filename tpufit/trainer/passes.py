@@ -26,10 +26,12 @@ from ..data.prefetch import PrefetchEndedError, Prefetcher
 from ..data.sampling import select_shard_rows
 from ..data.workers import raise_worker_deaths_in_reads
 from ..diagnostics.report import Pass
+from ..errors import join_few
 from ..hosts import all_reduce_max, collective
 from ..runtime import fetch, fetch_rows, gather_rows, process_count
 from ..step import DeviceGroup, Engine, StepRunner, join_groups, keeping_modes
 from ..utils.counters import add_seconds, time_function
+from ..utils.users_code import warn
 from .consistency import share_random_state
 from .interruption import Interruption
 from .lockstep import keep_in_lockstep
@@ -94,7 +96,8 @@ class PassLoop:
                 groups = keep_in_lockstep(groups, f"{self.name} of epoch {epoch + 1}", data.per_host, data.foreseen)
             for group, last in _mark_last(groups, look_ahead):
                 if calls_begin:
-                    callbacks.call(begin, run.tally.batches)
+                    with self._noticing_numbers(begin):
+                        callbacks.call(begin, run.tally.batches)
                     run.note_hooks()
                 before = run.tally.batches
                 parts = join_groups(group, run.group_size)
@@ -102,7 +105,8 @@ class PassLoop:
                 if calls_end:
                     if self.waited is not None:  # before the hook, which may read `input_bound`
                         self.waited(feed.times.waited)
-                    self._call_end(end, run.tally.batches - before, outputs)
+                    with self._noticing_numbers(end):
+                        self._call_end(end, run.tally.batches - before, outputs)
                     run.note_hooks()
                 if run.tally.first is None:
                     run.tally.first = replace(run.tally), perf_counter()
@@ -131,6 +135,20 @@ class PassLoop:
             started += 1
 
         return begin_step
+
+    @contextmanager
+    def _noticing_numbers(self, hook: str) -> Iterator[None]:
+        """A context for a batch hook, which warns if it changes the optimizer's numbers for several steps at once."""
+        joined = self.run.batches_per_hook if self.name == "train" else 1
+        before = self.run.numbers() if joined > 1 else []
+        yield
+        changed = {name for old, new in zip(before, self.run.numbers(), strict=False) for name, _ in old ^ new}
+        if changed:
+            warn(
+                f"a callback's {hook} has changed {join_few(sorted(changed))} of the optimizer. With "
+                f"steps_per_execution it runs once for {joined} steps, which all use the new value: change it in "
+                "on_train_step_begin, which runs before each step"
+            )
 
     def _call_end(self, hook: str, steps: int, outputs: Any) -> None:
         done = self.run.tally.batches
