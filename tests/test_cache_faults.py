@@ -211,6 +211,7 @@ def test_interrupted_from_the_keyboard(tmp_path, pids):
 # Two at once.
 
 
+@pytest.mark.soak
 def test_two_warm_ups_at_once(tmp_path, pids):
     with at_work(tmp_path, pids, count=800) as process:
         mine = rows(tmp_path / "cache", note_process, 800)
@@ -579,6 +580,7 @@ def test_a_worker_that_is_killed(tmp_path):
     assert not list(tmp_path.glob(".*.tmp-*"))
 
 
+@pytest.mark.soak
 def test_a_source_larger_than_a_pipe(tmp_path):
     source = [torch.full((10_000,), i) for i in range(40)]
     data = CachedDataset(source, tmp_path, shard_mb=0.8, workers=1)

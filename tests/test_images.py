@@ -245,7 +245,7 @@ def test_a_damaged_png_is_named(file):
         read(file("broken.png"))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_broken_image_stops_presize(tmp_path, workers):
     for i in range(5):
         put(tmp_path / "photos" / "cat" / f"{i}.jpg")

@@ -236,6 +236,7 @@ def test_the_check_for_finite_logs_is_not_optimised_away(programs, name, on):
     assert re.search(r"f32\[\]\S* subtract\((?:f32\[\]\S* )?(%\S+), (?:f32\[\]\S* )?\1\)", program.text)
 
 
+@pytest.mark.soak
 def test_weights_of_convolutions_have_the_layout_of_their_use():
     net = nn.Sequential(
         nn.Conv2d(3, 256, 3, padding=1), nn.ReLU(), nn.Conv2d(256, 256, 3, padding=1), nn.AdaptiveAvgPool2d(1),
@@ -300,7 +301,8 @@ class Dropping(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("rows", [4, pytest.param(160, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("rows", [4, 160])
 def test_no_mask_of_dropped_attention_is_stored(rows):
     """Nor do 160 rows, which are too large for a core's fast memory, keep the gradient of scores in float32."""
     model = tpufit.Model(Dropping())

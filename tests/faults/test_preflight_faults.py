@@ -45,6 +45,7 @@ def compiled():
 UNTRIED = r"untested with the installed TPU compiler \(libtpu 0\.0\.7, jax \S+, jaxlib \S+\) and torch_xla 2"
 
 
+@pytest.mark.soak
 def test_a_compiler_of_another_version_is_tried(tmp_path, monkeypatch):
     pretend(tmp_path, monkeypatch, libtpu="0.0.7")
     with pytest.warns(
