@@ -238,7 +238,7 @@ def test_a_flag_may_not_change_between_steps_of_one_graph(cores):
 
 @pytest.mark.soak_on(8)
 @pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_train_batch_end"])
-def test_a_batch_hook_that_sets_numbers_for_several_steps_at_once_is_reported(cores, hook):
+def test_a_batch_hook_that_sets_numbers_of_joined_steps_warns(cores, hook):
     def set_momentum(self, batch, logs=None):
         self.model.optimizer.param_groups[0]["momentum"] = 0.5 + 0.01 * batch
 
