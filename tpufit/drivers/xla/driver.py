@@ -184,7 +184,7 @@ class XlaDriver(Driver):
         return self._hash_of(roots, values, donated)
 
     def hash_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
-        with lowering.telling_apart(roots, captured=True):
+        with lowering.telling_apart(roots):
             return self._hash_of(roots, values, donated)
 
     def _hash_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
@@ -203,7 +203,7 @@ class XlaDriver(Driver):
     def compile(self, trace: Trace) -> None:
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-        named = lowering.telling_apart(trace.roots, captured=True)
+        named = lowering.telling_apart(trace.roots)
         with counters.role(trace.role, trace.cause), alias_with_buffer_donor_config(), named:
             xla()._xla_warm_up_cache(trace.roots, [])
 

@@ -43,7 +43,7 @@ def set_matmul_precision(name: str) -> None:
 
 
 @contextmanager
-def telling_apart(tensors: Sequence[Tensor], reason: str = "", captured: bool = False) -> Iterator[None]:
+def telling_apart(tensors: Sequence[Tensor], reason: str = "") -> Iterator[None]:
     """A context in which torch_xla finds the program of pending tensors by the operands of each operation too.
 
     **This waits** for the device if a tensor is pending: a graph whose inputs have no memory yet can't be lowered.
@@ -51,8 +51,6 @@ def telling_apart(tensors: Sequence[Tensor], reason: str = "", captured: bool = 
     Args:
         tensors: The tensors.
         reason: The reason for which the wait is counted (default: it isn't, because the caller waits too).
-        captured: True for a step that is captured (default False). Its traces are compared, so they need names that
-            depend on nothing else, which takes ten times as long.
     """
     # Several objects may have the same value, which is one output of the graph.
     values = list({xla()._xla_get_tensor_id(tensor): tensor for tensor in tensors}.values())
@@ -65,9 +63,7 @@ def telling_apart(tensors: Sequence[Tensor], reason: str = "", captured: bool = 
         with waiting(reason) if reason else nullcontext():
             xla()._xla_wait_device_ops([])
         before = os.environ.get(_IN_THE_HASH, "")
-        text = xla()._get_xla_tensors_text
-        operands = _hash_operands(text(pending)) if captured else _identify_operands(pending)
-        _set_hash_words(*_lowering_settings(), f"operands={operands}")
+        _set_hash_words(*_lowering_settings(), f"operands={_identify_operands(pending)}")
         try:
             yield
         finally:
@@ -75,11 +71,12 @@ def telling_apart(tensors: Sequence[Tensor], reason: str = "", captured: bool = 
 
 
 def _identify_operands(pending: Sequence[Tensor]) -> str:
-    """Return a number for a graph that depends on which operands its operations take.
+    """Return a hash of the operands that a graph's operations take.
 
-    A graph that is lowered to a known program has the number of the graph that was first lowered to it.
+    A graph that is lowered to a known program has the hash of the graph that was first lowered to it. Graphs that are
+    lowered to different programs, e.g. because an input has another layout, may have the same hash.
     """
-    # Lowering takes a few microseconds per operation, and the text ten times as long.
+    # Lowering takes a few microseconds per operation, and the text several times as long.
     proto = hashlib.blake2b(xla()._get_xla_tensors_hlo_proto(pending), digest_size=16).digest()
     found = _known.get(proto)
     if found is None:
