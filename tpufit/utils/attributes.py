@@ -1,9 +1,13 @@
-"""Lists an object's attributes, including slots, and the variables in a function's closure."""
+"""Lists an object's attributes, including slots, PyTorch's own attributes, and the variables in a closure."""
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import FunctionType
 from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
@@ -35,6 +39,24 @@ def closure(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # the variable has no value yet
             continue
+
+
+def list_pytorch_attributes(value: Any) -> frozenset[str]:
+    """Return the names of PyTorch's attributes of a module or an optimizer, and of those that schedulers add."""
+    if isinstance(value, nn.Module):
+        return _list_module_attributes()
+    return _list_optimizer_attributes() if isinstance(value, Optimizer) else frozenset()
+
+
+@cache
+def _list_module_attributes() -> frozenset[str]:
+    return frozenset(vars(nn.Module()))
+
+
+@cache  # only when needed: the first optimizer of a process imports PyTorch's compiler, which takes a second
+def _list_optimizer_attributes() -> frozenset[str]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    return frozenset(vars(optimizer)) | {"step", "_opt_called", "_step_count"}
 
 
 @lru_cache(maxsize=1024)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .attributes import attributes, closure
+from .attributes import attributes, closure, list_pytorch_attributes
 from .object_walk import Named, ObjectWalk
 from .users_code import is_users_module
 
@@ -35,10 +35,6 @@ _PLAIN: tuple[type, ...] = (bool, int, float, str, type(None))
 _NONE = object()  # the form of a value that can't be saved
 _GONE = object()  # a missing attribute
 
-# PyTorch's attributes of every module and optimizer.
-_PYTORCH_ATTRIBUTES = (
-    frozenset(vars(nn.Module())) | vars(torch.optim.SGD([torch.zeros(1)], 0.1)).keys() | {"_opt_called"}
-)
 _LEAVES = (*_PLAIN, Tensor, np.ndarray, type, types.ModuleType)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
@@ -178,8 +174,9 @@ def _attributes(holder: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(holder, ItemsExcept):
         yield from ((name, value) for name, value in list(holder.values.items()) if name not in holder.but)
     else:
-        elsewhere: frozenset[str] = getattr(type(holder), "saved_elsewhere", frozenset())  # in the state of training
-        hidden = _PYTORCH_ATTRIBUTES | elsewhere if isinstance(holder, (nn.Module, Optimizer)) else ()
+        hidden = list_pytorch_attributes(holder)
+        if hidden:
+            hidden |= getattr(type(holder), "saved_elsewhere", frozenset())  # in the state of training
         yield from ((name, value) for name, value in attributes(holder) if name not in hidden)
 
 

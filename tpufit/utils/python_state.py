@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .attributes import attributes, closure
+from .attributes import attributes, closure, list_pytorch_attributes
 from .object_walk import Named, ObjectWalk
 
 # The limits of the walk: its depth, the number of objects, the items of a container (of a larger one, only their number
@@ -47,14 +47,6 @@ _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (np.random.RandomState, lambda value: repr(value.get_state(legacy=False))),
 )
 
-# PyTorch's attributes of every module, except the mode, which the user changes.
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
-# The same for every optimizer, including what learning-rate schedulers set.
-_OPTIMIZER_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))) | {
-    "step",
-    "_opt_called",
-    "_step_count",
-}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = "torch torch_geometric torch_xla torchao torchaudio torchdata torchmetrics torchtext torchtune torchvision"
 _FIXED_MODULES = frozenset(("tpufit", "numpy", "builtins", "typing", "abc", *_OF_TORCH.split()))
@@ -157,13 +149,7 @@ class _Walk(ObjectWalk):
             hooks = tuple(number for kind in _HOOKS for number in vars(value).get(kind) or ())
             if hooks:
                 yield f"the hooks of {name}", hooks
-        hidden = (
-            _MODULE_ATTRIBUTES
-            if isinstance(value, nn.Module)
-            else _OPTIMIZER_ATTRIBUTES
-            if isinstance(value, Optimizer)
-            else ()
-        )
+        hidden = list_pytorch_attributes(value) - {"training"}  # the user changes the mode
         for key, attribute in attributes(value):
             if key in hidden:
                 continue
