@@ -12,7 +12,7 @@ import tpufit
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600, quick=False)
 
-TELLING = ("ResNet", "GRU", "Llama", "DeepFM", "two towers", "GAN", "control flow on the step count")
+TELLING = ("ResNet", "GRU", "Llama", "DeepFM", "GAN", "control flow on the step count")
 
 
 def train(architecture, cores, jit_compile):

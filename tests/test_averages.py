@@ -221,6 +221,10 @@ WAYS = {
 }
 
 
+# The kinds that `make test` tries on 8 cores too.
+ON_CORES = ("ignored labels", "sample weights", "by output", "a step", "compute_loss")
+
+
 def assert_the_step_of_one(cores, name, accumulate_steps, global_clip_norm=None, **compiling):
     options = {"accumulate_steps": accumulate_steps, "global_clip_norm": global_clip_norm} | compiling
     _, model, data = made(name, **options)
@@ -236,7 +240,9 @@ def assert_the_step_of_one(cores, name, accumulate_steps, global_clip_norm=None,
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [name if name in ON_CORES else pytest.param(name, marks=pytest.mark.soak_on(8)) for name in KINDS]
+)
 @pytest.mark.cores(1, 8)
 def test_accumulated_batches_step_as_one_batch(cores, name, way):
     """Batches of 16 rows, the last of 8: three are 48 rows and then 24; two are 32, 32, and 8."""

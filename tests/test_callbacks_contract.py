@@ -156,8 +156,9 @@ class Raising(Callback):
             raise ValueError("on purpose")
 
 
-# The extra `libraries` has their packages.
-TRACKERS = {"CometLogger", "TrackioLogger", "WandbLogger"}
+# The extra `libraries` has their packages, except MLflow's, whose server takes long. test_callbacks_tracker_callback.py
+# tests what they share.
+TRACKERS = {"CometLogger", "MLflowLogger", "TrackioLogger", "WandbLogger"}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.soak] * (name in TRACKERS)) for name in EVERY])
@@ -188,7 +189,7 @@ def test_fit_evaluate_predict_and_fit_again(job, make):
 
 
 @pytest.mark.soak_on(8)
-@pytest.mark.parametrize("where", ["on_train_batch_end", "on_test_begin"])
+@pytest.mark.parametrize("where", ["on_train_batch_end", pytest.param("on_test_begin", marks=pytest.mark.soak)])
 def test_another_callbacks_error_ends_it_and_the_next_fit_works(job, make, where):
     callback, other = make(), Recorder()
     job.start()

@@ -71,7 +71,7 @@ def trained(run_eagerly, epochs=2, callbacks=None, resume=False, **arguments):
     [
         pytest.param({}, id="adamw"),
         pytest.param(
-            {"accumulate_steps": 2, "use_ema": True, "ema_momentum": 0.5}, id="averaged", marks=pytest.mark.slow
+            {"accumulate_steps": 2, "use_ema": True, "ema_momentum": 0.5}, id="averaged", marks=pytest.mark.soak
         ),
         pytest.param({"optimizer": "sgd", "global_clip_norm": 0.1}, id="clipped", marks=pytest.mark.slow),
     ],

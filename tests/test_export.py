@@ -45,7 +45,7 @@ def test_several_inputs(tmp_path, named, rows):
 
 
 @pytest.mark.cores(1, 8)
-@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.soak), "bf16-true"])
 @pytest.mark.soak_on(8)
 def test_the_current_weights_are_exported(cores, tmp_path, precision, run_python):
     def exported():

@@ -75,13 +75,20 @@ def error_of(found, exact):
 
 
 # Cases whose rows, heads or mask are divided differently among cores.
+SIMILAR = ("causal", "keys of one head", "width 256, padding", "bfloat16")
 ON_CORES = ("of several blocks", "grouped, rows that 8 cores can't share", "bfloat16, grouped, padding")
 
 
 @pytest.mark.slow
 @pytest.mark.cores(1, 8, quick=False)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak_on(1 if name in ON_CORES else 8)) for name in FORMS]
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.soak] if name in SIMILAR else pytest.mark.soak_on(1 if name in ON_CORES else 8)
+        )
+        for name in FORMS
+    ],
 )
 def test_the_kernel_equals_plain_attention(cores, name):
     rows, heads, shared, queries, keys, width, causal, masked, dtype = FORMS[name]
@@ -202,7 +209,13 @@ OPTIONS = {
 @pytest.mark.slow
 @pytest.mark.cores(1, 8, quick=False)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak_on(8 if name == "joined" else 1)) for name in OPTIONS]
+    "name",
+    [
+        pytest.param("remat", marks=pytest.mark.soak_on(1)),
+        pytest.param("fsdp and what is kept", marks=pytest.mark.soak),
+        pytest.param("accumulated", marks=pytest.mark.soak),
+        pytest.param("joined", marks=pytest.mark.soak_on(8)),
+    ],
 )
 def test_flash_with_other_options(cores, name):
     torch.manual_seed(0)

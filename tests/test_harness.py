@@ -236,6 +236,7 @@ def test_skipped(): pass
     )
 
 
+@pytest.mark.soak
 def test_a_hanging_test_is_killed_with_its_processes(nested, pytester):
     result = nested(
         """

@@ -54,7 +54,11 @@ CASES = {
 
 
 @pytest.mark.cores(1, 8, quick=False)
-@pytest.mark.parametrize(("compile", "arguments", "graphs"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("compile", "arguments", "graphs"),
+    [pytest.param(*case, marks=pytest.mark.soak_on(1 if case[1] else 8)) for case in CASES.values()],
+    ids=CASES,
+)
 @pytest.mark.usefixtures("compiles_anew")
 def test_padding_is_exact_with_one_program(cores, compile, arguments, graphs):
     history, weights, counts = fit(cores, "pad", compile, **arguments)

@@ -82,7 +82,7 @@ def test_another_model_in_a_callback_leaves_the_precision_alone(cores):
 
 
 @pytest.mark.runtime("torch_xla")
-@pytest.mark.parametrize("cores", [1, 8])
+@pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.soak), 8])
 def test_the_text_of_the_programs_has_the_precision(cores, run_python, tmp_path):
     """XLA writes each program into a file before it optimizes it."""
     flags = f"--xla_dump_to={tmp_path / 'hlo'} --xla_dump_hlo_as_text --xla_backend_optimization_level=0"

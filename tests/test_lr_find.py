@@ -205,9 +205,10 @@ class Signed(torch.optim.Optimizer):
     [
         "adamw",
         *(
-            pytest.param(optimizer, marks=pytest.mark.soak_on(8))
-            for optimizer in (sgd, partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1), Signed)
+            pytest.param(optimizer, marks=pytest.mark.soak)
+            for optimizer in (sgd, partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1))
         ),
+        pytest.param(Signed, marks=pytest.mark.soak_on(8)),
     ],
 )
 @pytest.mark.parametrize("earlier", [0, pytest.param(1, marks=pytest.mark.soak_on(8))])
@@ -277,7 +278,12 @@ class Stop(BaseException):
 
 @on_cores
 @pytest.mark.parametrize(
-    "error", [ValueError, *(pytest.param(e, marks=pytest.mark.soak_on(8)) for e in (KeyboardInterrupt, Stop))]
+    "error",
+    [
+        ValueError,
+        pytest.param(KeyboardInterrupt, marks=pytest.mark.soak_on(8)),
+        pytest.param(Stop, marks=pytest.mark.soak),
+    ],
 )
 @pytest.mark.parametrize("where", ["data", pytest.param("step", marks=pytest.mark.soak_on(8))])
 def test_everything_is_restored_after_an_error(cores, error, where):

@@ -458,11 +458,11 @@ BASES = {"sgd": partial(SAM, base=optim.SGD, lr=0.05, momentum=0.9), "adam": par
 @pytest.mark.parametrize(
     ("base", "options"),
     [
-        ("sgd", {"with_closure": True}),
-        ("adam", {}),
-        ("adam", {"steps_per_execution": 3}),
+        pytest.param("sgd", {"with_closure": True}, marks=pytest.mark.soak_on(8)),
+        pytest.param("adam", {}, marks=pytest.mark.soak_on(1)),
+        pytest.param("adam", {"steps_per_execution": 3}, marks=pytest.mark.soak_on(8)),
         ("sgd", {"accumulate_steps": 2}),
-        ("sgd", {"run_eagerly": True, "accumulate_steps": 2}),
+        pytest.param("sgd", {"run_eagerly": True, "accumulate_steps": 2}, marks=pytest.mark.soak_on(8)),
     ],
     ids=["closure", "alone", "joined", "accumulated", "eagerly"],
 )

@@ -153,7 +153,7 @@ history.on_epoch_end(0, {"loss": 0.5})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("last", ["history.plot()", "figure = history.plot()"])
+@pytest.mark.parametrize("last", ["history.plot()", pytest.param("figure = history.plot()", marks=pytest.mark.soak)])
 def test_a_notebook_shows_a_figure_once(tmp_path, monkeypatch, last):
     monkeypatch.delenv("MPLBACKEND")
     outputs = run_cell(CELL + last, tmp_path)

@@ -687,10 +687,7 @@ FITS = {
     "limited": {"limit": 2, "accumulate_steps": 2},
     "an epoch in parts": {"steps_per_epoch": 3},
 }
-TELLING = (
-    *("accumulated by 2", "three at a time", "state of the first step", "two optimizers", "averages that overwrite"),
-    *("clipped", "an epoch in parts"),
-)
+TELLING = (*("accumulated by 2", "state of the first step", "two optimizers", "averages that overwrite"),)
 _OF_FIT = ("validation_split", "class_weight", "limit", "steps_per_epoch")
 
 

@@ -106,6 +106,7 @@ def test_44_names_are_free():
 
 
 @pytest.mark.parametrize("kind", [Crowded, CrowdedBefore])
+@pytest.mark.soak_on(8)
 def test_a_subclass_that_takes_every_name_trains_to_the_same_bits(cores, kind):
     (expected, weights, rows, replayed), (history, own, own_rows, own_replayed) = (
         train(Plain, cores),

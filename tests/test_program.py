@@ -96,7 +96,7 @@ def assert_equal(one, other):
     [
         None,
         pytest.param(lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True), marks=pytest.mark.soak_on(8)),
-        pytest.param(lambda p: torch.optim.RMSprop(p, 1e-3), marks=pytest.mark.soak_on(8)),
+        pytest.param(lambda p: torch.optim.RMSprop(p, 1e-3), marks=pytest.mark.soak),
     ],
     ids=["adamw", "sgd", "rmsprop"],
 )
@@ -588,7 +588,12 @@ def average(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what", [*(pytest.param(what, marks=pytest.mark.soak_on(8)) for what in (freeze, momentum, average)), halve]
+    "what",
+    [
+        pytest.param(freeze, marks=pytest.mark.soak_on(8)),
+        *(pytest.param(what, marks=pytest.mark.soak) for what in (momentum, average)),
+        halve,
+    ],
 )
 def test_changes_by_a_callback_take_effect(cores, what):
     replayed = train(cores, callbacks=[Change(what)], jit_compile=True)

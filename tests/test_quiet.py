@@ -14,7 +14,7 @@ model.fit(np.ones((64, 4), "f4"), np.ones((64, 3), "f4"), batch_size=4, verbose=
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("first", ["import tpufit", "import torch_xla"])
+@pytest.mark.parametrize("first", ["import tpufit", pytest.param("import torch_xla", marks=pytest.mark.soak)])
 def test_a_script_is_quiet(run_python, first):
     ended = run_python(first + FIT)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -254,7 +254,14 @@ def test_a_nets_checkpoints_change_no_number(cores: int, reentrant: bool) -> Non
 
 @pytest.mark.slow
 @pytest.mark.cores(1)
-@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"steps_per_execution": 2}, {"remat": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps_per_execution": 2},
+        *(pytest.param(o, marks=pytest.mark.soak) for o in ({"precision": "bf16"}, {"remat": True})),
+    ],
+    ids=str,
+)
 def test_checkpoints_of_a_net_with_other_options(cores: int, options: dict) -> None:
     torch.manual_seed(0)
     plain = Checkpointed(dropping())

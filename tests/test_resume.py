@@ -172,18 +172,18 @@ def assert_equal(one, other):
 @pytest.mark.parametrize(
     ("data", "options", "stop"),
     [
-        ("arrays", "adamw", 7),
-        pytest.param("arrays", "adamw", 4, marks=pytest.mark.soak_on(8)),  # right at the end of an epoch
+        pytest.param("arrays", "adamw", 7, marks=pytest.mark.soak_on(1)),
+        pytest.param("arrays", "adamw", 4, marks=pytest.mark.soak),  # right at the end of an epoch
         ("arrays", "all of it", 6),
         pytest.param("arrays", "counted on the host", 5, marks=pytest.mark.soak_on(8)),
         pytest.param("arrays", "traced", 7, marks=pytest.mark.soak_on(8)),
         ("arrays", "joined", 4),
-        pytest.param("steps per epoch", "adamw", 5, marks=pytest.mark.soak_on(8)),  # epochs of 3, 1 and 3 steps
+        pytest.param("steps per epoch", "adamw", 5, marks=pytest.mark.soak),  # epochs of 3, 1 and 3 steps
         ("steps per epoch", "all of it", 4),  # the epoch in which the data end
         ("samples", "adamw", 6),
         ("loader", "all of it", 7),
         pytest.param("loader with a generator", "adamw", 6, marks=pytest.mark.soak_on(8)),
-        pytest.param("loader with a generator", "adamw", 4, marks=pytest.mark.soak_on(8)),
+        pytest.param("loader with a generator", "adamw", 4, marks=pytest.mark.soak),
         pytest.param("stream", "adamw", 6, marks=pytest.mark.soak_on(8)),
         pytest.param("steps of a stream", "adamw", 4, marks=pytest.mark.soak_on(8)),
         ("steps of a stream", "adamw", 5),

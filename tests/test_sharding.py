@@ -102,7 +102,7 @@ OPTIONS = {
     "class weights": {"fitting": {"class_weight": {0: 3.0}}},
 }
 
-TELLING_OPTIONS = ("global_clip_norm", "accumulation", "averages", "joined steps", "strict", "best weights")
+TELLING_OPTIONS = ("global_clip_norm", "accumulation", "averages", "joined steps")
 
 
 @pytest.mark.cores(8)

@@ -39,7 +39,7 @@ def check(place, rows, kinds):
 
 
 @pytest.mark.cores(1, 8)
-@pytest.mark.parametrize("rows", [13, 24])
+@pytest.mark.parametrize("rows", [13, pytest.param(24, marks=pytest.mark.soak)])
 def test_rows_are_indexed_as_in_pytorch(place, rows):
     check(place, rows, list(KINDS))
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import ctypes
+import gc
 import importlib
 import os
 import runpy
@@ -277,6 +278,8 @@ def main() -> None:
         with defer_import("torch_xla._dynamo.dynamo_bridge"):  # as tpufit itself imports it
             for name in IMPORTED.split():
                 importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each fork's collector would search, and so copy, all that the imports have made
     request, status = serve(Connection(int(sys.argv[1]))), 0
     try:
         run(request, path, before)

@@ -164,7 +164,8 @@ print("warned:", *[w.message for w in caught if "bit-exact" in str(w.message)], 
 """
 
 
-@pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.soak), 8])
+@pytest.mark.soak
+@pytest.mark.parametrize("cores", [1, 8])
 def test_every_part_of_a_checkpoint_is_needed(run_python, cores):
     ended = run_python(MUTATED.replace("CORES", str(cores)), env=children.ENV, timeout=240)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -92,7 +92,9 @@ ABSENT = """
     ("absent", "command"),
     [
         (("libtpu", "jax", "jaxlib"), r"libtpu==\S+ jax==(\S+) jaxlib==\1"),
-        (("jaxlib",), r"jaxlib==\S+"),  # it comes with jax, unless pip was told to omit it
+        pytest.param(
+            ("jaxlib",), r"jaxlib==\S+", marks=pytest.mark.soak
+        ),  # it comes with jax, unless pip was told to omit it
     ],
 )
 def test_without_the_compiler(run_python, absent, command):
