@@ -418,6 +418,7 @@ class Averages(tpufit.Model):
         ("averages", "Averages.ema[0]"),
     ],
 )
+@pytest.mark.soak_on(8)
 def test_state_in_attributes_is_traced_and_named(cores, kind, name, monkeypatch):
     monkeypatch.setattr("tpufit.runtime.program._WORTH_GIVING", 0)
 
@@ -467,6 +468,7 @@ def test_a_step_may_change_its_batch_and_an_unread_tensor(cores, monkeypatch):
     assert here == pytest.approx(run(in_place=False, run_eagerly=True)[0], rel=1e-4)
 
 
+@pytest.mark.soak_on(8)
 def test_weights_kept_in_an_attribute_announce_no_change(cores):
     class Looks(Callback):
         def on_train_batch_end(self, batch, logs=None):

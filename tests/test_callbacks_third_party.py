@@ -12,7 +12,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback
 
-pytestmark = pytest.mark.cores(1, 8)
+pytestmark = [pytest.mark.cores(1, 8), pytest.mark.soak_on(8)]
 
 X = np.random.default_rng(0).normal(size=(150, 6)).astype("float32")  # ten batches of 16, the last of 6
 Y = X @ np.random.default_rng(1).normal(size=(6, 1)).astype("float32")

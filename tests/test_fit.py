@@ -267,6 +267,7 @@ def test_a_custom_step_and_two_optimizers(cores):
     assert counts.graphs == {"train": 2}
 
 
+@pytest.mark.soak_on(8)
 def test_optimizer_instance_ties_and_references_survive_the_move(cores):
     class Tied(nn.Module):
         def __init__(self):
@@ -521,6 +522,7 @@ def test_other_errors_say_what_to_do(cores):
         fit(compiled(), cores, y=None)
 
 
+@pytest.mark.soak_on(8)
 def test_evaluating_in_a_hook_keeps_training_mode(cores):
     class Look(Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -650,6 +652,7 @@ def test_train_step_without_an_update_is_reported(cores, eager):
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.soak_on(8)
 def test_epochs_without_a_validation_are_allowed(cores, tmp_path):
     best = ModelCheckpoint(tmp_path / "best.safetensors", monitor="val_loss", save_best_only=True)
     watching = [EarlyStopping("val_loss", patience=3), ReduceLROnPlateau("val_loss"), best]

@@ -265,6 +265,7 @@ def test_labels_are_checked_for_each_output(cores):
         (ByName, {"kind": "mse", "size": "mse"}, SIZE, DataError, "the targets must be.*got one tensor of shape"),
     ],
 )
+@pytest.mark.soak_on(8)
 def test_losses_for_missing_outputs(cores, kind, loss, y, error, message):
     model = tpufit.Model(made(kind))
     model.compile(sgd, loss)
@@ -359,6 +360,7 @@ NESTED = {"both": [KIND, SIZE], "more": [{"size": SIZE}]}
 
 
 @on_cores
+@pytest.mark.soak_on(8)
 def test_losses_in_a_nest_equal_a_plain_loop(cores):
     def loss_of(net, x, kind, size):
         out = net(x)
@@ -408,6 +410,7 @@ class Sizes(ByName):
 
 @on_cores
 @pytest.mark.parametrize("loss", ["mse", nn.MSELoss()], ids=["name", "module"])
+@pytest.mark.soak_on(8)
 def test_one_loss_is_for_each_output(cores, loss):
     def loss_of(net, x, size):
         one, other = net(x)
@@ -437,6 +440,7 @@ def test_labels_are_checked_with_one_loss_for_each_output(cores):
 
 @on_cores
 @pytest.mark.parametrize("y", [(SIZE, SIZE), [SIZE], {"a": SIZE}], ids=["tuple", "list of one", "dict"])
+@pytest.mark.soak_on(8)
 def test_several_targets_for_one_output(cores, y):
     model = tpufit.Model(nn.Linear(12, 1))
     model.compile(sgd, "mse")

@@ -139,6 +139,7 @@ def test_the_curve_equals_plain_pytorchs(cores, optimizer, end, eagerly):
 
 
 @on_cores
+@pytest.mark.soak_on(8)
 def test_the_suggestion_trains_and_too_large_a_rate_ends_it(cores):
     model = compiled(optimizer="sgd", scale_lr=None)
     curve = find(model, cores, steps=100, end_lr=1e4)
@@ -166,6 +167,7 @@ def test_one_graph_for_all_rates_and_a_wait_for_ten_steps(cores):
 
 @on_cores
 @pytest.mark.parametrize("rows", [600, 100, 5])
+@pytest.mark.soak_on(8)
 def test_short_data_are_repeated(cores, rows):
     """Of 600 rows, 512 are whole batches; 100 rows are one short batch, which is then the size of all."""
     curve = find(compiled(), cores, IMAGES[:rows], LABELS[:rows], steps=25, end_lr=0.1)
@@ -175,6 +177,7 @@ def test_short_data_are_repeated(cores, rows):
 
 
 @on_cores
+@pytest.mark.soak_on(8)
 def test_sample_weights_count(cores):
     once = find(compiled(), cores, steps=5, end_lr=1e-6)
     doubled = find(compiled(), cores, sample_weight=np.full(len(LABELS), 2.0), steps=5, end_lr=1e-6)
@@ -359,6 +362,7 @@ class Breaking(tpufit.Model):
 
 
 @on_cores
+@pytest.mark.soak_on(8)
 def test_a_nan_loss_ends_the_curve(cores):
     model = compiled(model=Breaking)
     before = everything(model)
@@ -380,6 +384,7 @@ def test_a_loss_that_is_always_nan(cores):
 
 
 @on_cores
+@pytest.mark.soak_on(8)
 def test_data_that_cannot_be_repeated_are_an_error(cores):
     model, twin = compiled(), compiled()
     batches = ((IMAGES[:ROWS], LABELS[:ROWS]) for _ in range(3 * cores))

@@ -13,7 +13,7 @@ from tpufit.checkpoint import read, read_progress
 from tpufit.errors import CallbackError
 from tpufit.utils.json_codec import decode
 
-pytestmark = pytest.mark.cores(1, 8)
+pytestmark = [pytest.mark.cores(1, 8), pytest.mark.soak_on(8)]
 
 X = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(32) % 3

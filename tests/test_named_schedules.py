@@ -14,7 +14,7 @@ from tpufit import runtime
 from tpufit.callbacks import Callback, LRScheduler, ModelCheckpoint, OneCycle
 from tpufit.errors import ArgumentError, CallbackError, UnknownNameError
 
-pytestmark = pytest.mark.cores(1, 8)
+pytestmark = [pytest.mark.cores(1, 8), pytest.mark.soak_on(8)]
 
 X = np.random.default_rng(0).normal(size=(157, 6)).astype("float32")  # ten batches of 16, the last of 13
 Y = np.random.default_rng(1).integers(0, 3, 157)

@@ -194,6 +194,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("name", "option", "change"), OPTIONS, ids=[option for _, option, _ in OPTIONS])
+@pytest.mark.soak_on(8)
 def test_an_option_that_changes_once_costs_one_graph(cores, name, option, change):
     class Once(Callback):
         reads_weights = False
@@ -267,7 +268,10 @@ def steps_by_hand(kind, make, cores, **compiling):
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("sgd", "adamw") else pytest.param(name, marks=pytest.mark.soak) for name in RATE_IS_AN_INPUT],
+    [
+        pytest.param(name, marks={"sgd": (), "adamw": pytest.mark.soak_on(8)}.get(name, pytest.mark.soak))
+        for name in RATE_IS_AN_INPUT
+    ],
 )
 @pytest.mark.parametrize("kind", [ClearedBefore, ClearedByTheModule, ClearedAfter])
 def test_a_manual_step_has_the_graph_of_apply_gradients(cores, kind, name):
@@ -281,6 +285,7 @@ def test_a_manual_step_has_the_graph_of_apply_gradients(cores, kind, name):
 @pytest.mark.parametrize(
     "options", [{"accumulate_steps": 2}, {"clip_norm": 0.01}, {"use_ema": True}], ids=["accumulated", "clipped", "ema"]
 )
+@pytest.mark.soak_on(8)
 def test_a_manual_step_keeps_compiles_options(cores, options):
     losses, weights, _ = steps_by_hand(tpufit.Model, optim.AdamW, cores, **options)
     own_losses, own_weights, _ = steps_by_hand(ClearedBefore, optim.AdamW, cores, **options)
@@ -301,6 +306,7 @@ def test_gradients_of_weights_that_no_optimizer_has_are_dropped(cores):
         torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.soak_on(8)
 def test_gradients_summed_over_steps_by_hand_are_kept(cores):
     """The step's Python counts, so it is traced; gradients that the optimizer hasn't used must be kept."""
 
@@ -332,6 +338,7 @@ def test_gradients_summed_over_steps_by_hand_are_kept(cores):
         torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.soak_on(8)
 def test_an_optimizer_that_needs_its_closure_calls_it(cores):
     class Twice(optim.SGD):
         def step(self, closure):
@@ -382,6 +389,7 @@ class Lookahead(optim.Optimizer):
 
 
 @pytest.mark.parametrize("place", ["attribute", "state", "group"])
+@pytest.mark.soak_on(8)
 def test_an_optimizer_that_decides_by_a_count(cores, place):
     def losses(**how):
         torch.manual_seed(0)
@@ -492,6 +500,7 @@ def test_an_inner_optimizer(cores, base, options):
         torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.soak_on(8)
 def test_an_inner_optimizer_is_in_checkpoints(cores, tmp_path):
     fit = {"x": X[:192], "y": Y[:192], "batch_size": 16 // cores, "cores": cores, "verbose": 0}
 

@@ -98,6 +98,7 @@ def test_a_change_by_the_user_counts(cores, packs):
     assert not model.module[5].weight.any()
 
 
+@pytest.mark.soak_on(8)
 def test_weights_that_a_step_keeps_arent_replaced(cores, packs):
     module = net()
     module[0].requires_grad_(False)
@@ -116,6 +117,7 @@ def test_weights_that_a_step_keeps_arent_replaced(cores, packs):
 
 
 @pytest.mark.parametrize("jit_compile", [False, "auto"])
+@pytest.mark.soak_on(8)
 def test_traced_steps(cores, packs, jit_compile):
     class Reading(nn.Sequential):
         def forward(self, x):

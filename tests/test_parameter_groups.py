@@ -13,7 +13,7 @@ from tpufit import runtime
 from tpufit.callbacks import Callback, Freeze, LRScheduler
 from tpufit.errors import ArgumentError, CallbackError, LabelError
 
-pytestmark = pytest.mark.cores(1, 8)
+pytestmark = [pytest.mark.cores(1, 8), pytest.mark.soak_on(8)]
 
 X = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")  # four batches of 16
 Y = (X.sum(1) > 0).astype("int64")

@@ -109,6 +109,7 @@ def share_of_best(y_pred, y):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2, "use_ema": True, "clip_norm": 0.1}], ids=["", "more"])
+@pytest.mark.soak_on(8)
 def test_rates_and_sums_stay_float32_with_another_default_dtype(cores, options):
     def trained(default):
         torch.manual_seed(0)
@@ -128,6 +129,7 @@ def test_rates_and_sums_stay_float32_with_another_default_dtype(cores, options):
     assert found == history and all(map(np.array_equal, others, weights))
 
 
+@pytest.mark.soak_on(8)
 def test_a_trained_module_can_become_bfloat16(cores):
     model = tpufit.Model(Spy())
     model.compile("sgd", "cross_entropy", scale_lr=None)

@@ -211,6 +211,7 @@ def test_auto_joins_short_steps(cores, monkeypatch):
     assert ends == [*range(33)] * 6
 
 
+@pytest.mark.soak_on(8)
 def test_batch_hooks_are_called_once_for_k_steps(cores):
     class Hooks(Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -243,6 +244,7 @@ def test_batch_hooks_are_called_once_for_remaining_steps(cores, how):
     assert seen == [("begin", 0), 0, 1, 2, ("end", 2), ("begin", 3), 3, 4, ("end", 4)]
 
 
+@pytest.mark.soak_on(8)
 def test_changed_options_apply_to_the_next_pass(cores):
     class Hooks(Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -402,6 +404,7 @@ def test_a_list_that_grows_with_each_step_is_not_replayed(cores):
     assert len(everything) == 27 and all(torch.isfinite(value.cpu()) for value in everything)
 
 
+@pytest.mark.soak_on(8)
 def test_the_users_pending_work_survives(cores):
     trained, *_ = train(cores, epochs=1)
     mine = trained.module.head.bias.detach() * 0 + 3  # still pending
@@ -519,6 +522,7 @@ def test_a_rate_read_in_a_step_is_current(cores):
     assert replayed[0].optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.97**54)  # a number again
 
 
+@pytest.mark.soak_on(8)
 def test_a_metric_whose_sums_change_their_shape_is_replayed(cores):
     def run(jit_compile):
         torch.manual_seed(0)
@@ -543,6 +547,7 @@ def test_a_metric_that_keeps_whole_batches_is_replayed(cores):
     assert run(True) == run(False)
 
 
+@pytest.mark.soak_on(8)
 def test_a_step_that_doesnt_update_metrics(cores):
     """Then its sums aren't outputs of the graph, and must not be confused with other outputs."""
 
@@ -616,6 +621,7 @@ def test_the_module_may_leave_parts_in_eval_mode(cores):
     assert model.state_dict()["norm.num_batches_tracked"] == 0
 
 
+@pytest.mark.soak_on(8)
 def test_weights_read_in_a_hook_are_current(cores):
     class Reader(Callback):
         def __init__(self, net):
@@ -811,6 +817,7 @@ def test_a_failed_step_loses_its_state_and_fit_says_so(cores, tmp_path, monkeypa
 
 
 @pytest.mark.runtime("torch_xla")
+@pytest.mark.soak_on(8)
 def test_a_small_state_survives_a_failed_step(cores, monkeypatch):
     """Where donation costs time, and saves little memory, state isn't donated: so nothing is lost."""
     trained, *_ = train(cores, epochs=2)
@@ -901,6 +908,7 @@ def test_views_are_predicted_and_kept(cores):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.soak_on(8)
 def test_the_next_fit_tries_again(cores):
     looks = [True]
 
@@ -915,6 +923,7 @@ def test_the_next_fit_tries_again(cores):
     assert not why_traced(trained)
 
 
+@pytest.mark.soak_on(8)
 def test_each_model_warns_once_of_each_cause(cores, recwarn):
     """Also on the same line, with the same text, with Python's default filters."""
     import warnings

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tpufit
 from tpufit.errors import ArgumentError, BatchError, DataError, PlacementError
 
-pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
+pytestmark = [pytest.mark.cores(1, 8, timeout=300, quick=False), pytest.mark.soak_on(8)]
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(48, 4)).astype("float32")

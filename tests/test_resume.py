@@ -323,6 +323,7 @@ def test_max_time_resumes_in_the_middle_of_the_epoch(cores, tmp_path):
     assert_equal(trained(cores, "arrays", COMPILE["adamw"], tmp_path, resume=True), expected)
 
 
+@pytest.mark.soak_on(8)
 def test_early_stopping_stops_at_the_same_epoch(cores, tmp_path):
     def run(**options):
         stopping = EarlyStopping("loss", patience=2, min_delta=10.0, restore_best_weights=True)
@@ -367,6 +368,7 @@ def test_a_backup_survives_an_error_and_is_resumed(cores, tmp_path, save_freq, k
     assert not list(tmp_path.glob("new/step-*"))
 
 
+@pytest.mark.soak_on(8)
 def test_a_callbacks_error_keeps_completed_steps(cores, tmp_path):
     class Faulty(Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -400,6 +402,7 @@ def test_metrics_that_share_batches_are_saved_within_an_epoch(cores, tmp_path):
     assert trained(resume=tmp_path / "step-0000000006", callbacks=[again]) == expected  # from within the second epoch
 
 
+@pytest.mark.soak_on(8)
 def test_resuming_from_the_best_or_a_named_checkpoint(cores, tmp_path):
     tpufit.set_random_seed(0)
     model = tpufit.Model(net())
@@ -437,6 +440,7 @@ def test_no_epochs_remain_after_a_later_interruption(cores, tmp_path):
         np.testing.assert_array_equal(value.numpy(), model.state_dict()[name].numpy(), err_msg=name)
 
 
+@pytest.mark.soak_on(8)
 def test_mismatches_are_errors_before_the_first_compilation(cores, tmp_path):
     fit = {**arrays(cores), "cores": cores, "verbose": 0}
     with pytest.raises(SystemExit):
@@ -477,6 +481,7 @@ def test_mismatches_are_errors_before_the_first_compilation(cores, tmp_path):
         *(pytest.param(*case, marks=pytest.mark.soak) for case in [("arrays", 1), ("samples", 3), ("stream", 1)]),
     ],
 )
+@pytest.mark.soak_on(8)
 def test_the_next_epoch_has_no_state_of_the_skipped_epoch(cores, tmp_path, data, accumulate):
     def trained(*callbacks, weights=None, draws=None, **options):
         tpufit.set_random_seed(11)
@@ -514,6 +519,7 @@ def test_another_number_of_cores_is_reported(cores, tmp_path):
 
 
 @pytest.mark.parametrize("stop", [6, 9])  # in the middle of the second and the third epoch
+@pytest.mark.soak_on(8)
 def test_each_epoch_is_one_row_after_interruptions(cores, tmp_path, stop):
     def logger():
         return CSVLogger(tmp_path / "log.csv", append=True)
@@ -526,6 +532,7 @@ def test_each_epoch_is_one_row_after_interruptions(cores, tmp_path, stop):
     assert rows == ["epoch", "7", "0", "1", "2"]
 
 
+@pytest.mark.soak_on(8)
 def test_a_nested_fit_keeps_the_outer_folder_locked(cores, tmp_path):
     outer = ModelCheckpoint(tmp_path)
     refused = []
@@ -557,6 +564,7 @@ def test_a_rate_is_scaled_once_over_several_resumes(cores, tmp_path):
         assert model.learning_rate == pytest.approx(0.01 * cores)
 
 
+@pytest.mark.soak_on(8)
 def test_a_saved_model_is_loaded_completely(cores, tmp_path):
     tpufit.set_random_seed(0)
     model = tpufit.Model(net())
@@ -608,6 +616,7 @@ def test_the_newest_and_the_best_of_a_run_are_loaded(cores, tmp_path):
         tpufit.load(tmp_path / "plain", net(), which="best")
 
 
+@pytest.mark.soak_on(8)
 def test_a_model_with_objects_is_compiled_by_its_user(cores, tmp_path):
     tpufit.set_random_seed(0)
     options = {"optimizer": "adamw", "loss": nn.CrossEntropyLoss(label_smoothing=0.1), "scale_lr": None}
@@ -640,6 +649,7 @@ class CountsThere(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("way", ["resume", "to_cpu"])
+@pytest.mark.soak_on(8)
 def test_a_count_on_the_device_is_restored_there(cores, tmp_path, way):
     fit = {"x": X, "y": Y, "batch_size": 16 // cores, "cores": cores, "verbose": 0}
 

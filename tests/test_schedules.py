@@ -22,7 +22,7 @@ from tpufit.callbacks import (
 )
 from tpufit.errors import ArgumentError, CallbackError
 
-pytestmark = pytest.mark.cores(1, 8, timeout=300)
+pytestmark = [pytest.mark.cores(1, 8, timeout=300), pytest.mark.soak_on(8)]
 
 X = np.random.default_rng(0).normal(size=(157, 6)).astype("float32")  # ten batches of 16, the last of 13
 Y = np.random.default_rng(1).integers(0, 3, 157)

@@ -12,7 +12,7 @@ import tpufit
 from tpufit.callbacks import Callback, LRScheduler
 from tpufit.runtime import counts
 
-pytestmark = pytest.mark.cores(1, 8)
+pytestmark = [pytest.mark.cores(1, 8), pytest.mark.soak_on(8)]
 
 X = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
 Y = X[:, :2].sum(1).gt(0).long()

@@ -13,7 +13,7 @@ from tpufit.callbacks import Callback
 from tpufit.diagnostics import messages
 from tpufit.errors import ArgumentError, StrictError
 
-pytestmark = pytest.mark.cores(1, 8, timeout=600)
+pytestmark = [pytest.mark.cores(1, 8, timeout=600), pytest.mark.soak_on(8)]
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(69, 12)).astype("float32")

@@ -59,6 +59,7 @@ def fit(model, cores, callbacks=(), epochs=2, **arguments):
     return model.fit(X, Y, epochs=epochs, callbacks=list(callbacks), **(given | arguments)).history
 
 
+@pytest.mark.soak_on(8)
 def test_validation_doesnt_affect_training(cores):
     """Weights, running means, seeds and graphs equal those of a fit that validates only at the epochs' ends."""
     model, twin, record, other = compiled(), compiled(), Record(weights=True), Record()
@@ -96,12 +97,14 @@ def test_the_last_step_has_a_single_validation(cores):
         (4, {"steps_per_epoch": 5}, [3, 4]),
     ],
 )
+@pytest.mark.soak_on(8)
 def test_a_fraction_of_an_epoch(cores, freq, options, batches):
     record = Record()
     fit(compiled(), cores, [record], epochs=1, validation_step_freq=freq, **options)
     assert record.validated_after == batches
 
 
+@pytest.mark.soak_on(8)
 def test_epochs_have_the_logs_of_their_last_validation(cores):
     record = Record()
     history = fit(compiled(), cores, [record], epochs=3, validation_step_freq=3, validation_freq=[2])
@@ -133,6 +136,7 @@ def test_a_callback_may_stop_training_there(cores):
     assert stop.validated_after == [2] and len(history["loss"]) == len(history["val_loss"]) == 1
 
 
+@pytest.mark.soak_on(8)
 def test_data_from_a_thread_wait_during_validation(cores):
     """The stream continues where it was: no batch is lost or read twice."""
 

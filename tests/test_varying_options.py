@@ -14,7 +14,7 @@ from tpufit import runtime
 from tpufit.callbacks import Callback, LRScheduler, ModelCheckpoint, OneCycle
 from tpufit.errors import ArgumentError
 
-pytestmark = pytest.mark.cores(1, 8, timeout=600)
+pytestmark = [pytest.mark.cores(1, 8, timeout=600), pytest.mark.soak_on(8)]
 
 ROWS, STEPS, EPOCHS = 16, 8, 2
 X = torch.randn(STEPS * ROWS, 6, generator=torch.Generator().manual_seed(0))

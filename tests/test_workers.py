@@ -18,6 +18,7 @@ from tpufit.callbacks import Callback
 from tpufit.errors import DataError
 
 pytestmark = [
+    pytest.mark.soak_on(8),
     pytest.mark.cores(1, 8, timeout=600, quick=False),
     # This message is right: each of these short epochs waits for workers to start; test_advice.py tests it.
     pytest.mark.filterwarnings("ignore:the device waited for data"),
