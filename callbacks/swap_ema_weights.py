@@ -1,5 +1,9 @@
 """`SwapEMAWeights`: validates and predicts with the moving average of the weights."""
 
+from collections.abc import Sequence
+from typing import Any
+
+from ..utils.users_code import warn
 from .base import Callback, Logs
 
 
@@ -9,8 +13,8 @@ class SwapEMAWeights(Callback):
     The average is in place while `evaluate`, a validation or `predict` runs. The two are swapped, not copied.
 
     Args:
-        swap_on_epoch: Keep the averages in place when an epoch ends, too, so that callbacks after this one save them
-            (default False). The next epoch trains the weights themselves.
+        swap_on_epoch: Keep the averages in place when an epoch ends, too, so that callbacks after this one save them,
+            or restore them, as `EarlyStopping` does (default False). The next epoch trains the weights themselves.
 
     Raises:
         ArgumentError: There are no averages; raised at the first use.
@@ -22,6 +26,27 @@ class SwapEMAWeights(Callback):
 
     def __init__(self, swap_on_epoch: bool = False) -> None:
         self.swap_on_epoch = swap_on_epoch
+        self._misled: list[str] = []  # callbacks that keep the weights of an epoch and judge it by the averages
+
+    def set_callbacks(self, callbacks: Sequence[Any]) -> None:
+        """Find the callbacks that restore weights, among a run's callbacks."""
+        later = callbacks[callbacks.index(self) :] if self.swap_on_epoch else ()
+        self._misled = [
+            type(callback).__name__
+            for callback in callbacks
+            if getattr(callback, "restore_best_weights", False)
+            and str(getattr(callback, "monitor", "")).startswith("val_")
+            and callback not in later
+        ]
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Warn of callbacks that keep the weights of an epoch and judge it by the averages."""
+        for name in self._misled:
+            warn(
+                f"{name}(restore_best_weights=True) judges the averages, with which a validation computes its loss, "
+                f"but restores the weights: pass SwapEMAWeights(swap_on_epoch=True) before {name}, which then restores "
+                "the averages"
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Train the weights themselves."""

@@ -3,7 +3,7 @@
 import pytest
 from fake_model import FakeModel
 
-from tpufit.callbacks import Callback, CallbackList, ModelCheckpoint, SwapEMAWeights
+from tpufit.callbacks import Callback, CallbackList, EarlyStopping, ModelCheckpoint, SwapEMAWeights
 from tpufit.checkpoint import read_weights
 
 WEIGHT, AVERAGE = 1, 2
@@ -55,3 +55,19 @@ def test_a_later_checkpoint_saves_averages_if_asked(tmp_path, swap_on_epoch, fir
         hooks.call("on_epoch_end", epoch)
     assert [float(read_weights(path)["weight"]) for path in model.saved] == saved
     assert trained.weights == [WEIGHT] * 3
+
+
+@pytest.mark.parametrize(
+    ("swap_on_epoch", "first", "warned"), [(False, True, True), (True, True, False), (True, False, True)]
+)
+def test_weights_that_are_judged_by_their_averages_are_warned_of(swap_on_epoch, first, warned, recwarn):
+    swap, stopping = SwapEMAWeights(swap_on_epoch), EarlyStopping(restore_best_weights=True)
+    hooks = CallbackList([swap, stopping] if first else [stopping, swap], model=Averaging())
+    hooks.call("on_train_begin")
+    assert [str(one.message)[:43] for one in recwarn] == ["EarlyStopping(restore_best_weights=True) ju"] * warned
+
+
+@pytest.mark.parametrize("stopping", [EarlyStopping(), EarlyStopping("loss", restore_best_weights=True)])
+def test_other_early_stopping_is_not_warned_of(stopping, recwarn):
+    CallbackList([SwapEMAWeights(), stopping], model=Averaging()).call("on_train_begin")
+    assert not recwarn
