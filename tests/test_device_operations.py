@@ -145,6 +145,28 @@ RIGHT = {
         f"{kind}: compared with a number": (lambda x, kind=kind: compared(x.to(kind)), TENTHS)
         for kind in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.bool)
     },
+    **{
+        f"a number: {name}": (lambda x, f=f: f(x[0, 1], torch.zeros(1, dtype=torch.int64, device=x.device)), TIES)
+        for name, f in {
+            "cumulative": lambda x, at: torch.stack([x.cumsum(0), x.cumprod(-1), x.cummax(0)[0], x.cummin(0)[0]]),
+            "extremes": lambda x, at: torch.stack([x.max(0)[0], x.min(-1)[0], x.topk(1, 0)[0], x.kthvalue(1, 0)[0]]),
+            "gathered": lambda x, at: torch.stack([x.gather(0, at[0]), x.index_select(0, at).reshape(())]),
+            "scattered": lambda x, at: torch.stack(
+                [x.index_add(0, at, x), x.index_fill(0, at, 2), x.scatter(0, at, x)]
+            ),
+            "scattered and reduced": lambda x, at: x.scatter_reduce(0, at, x * 2, "amax") + x.scatter_add(0, at, x),
+            "similarity": lambda x, at: F.cosine_similarity(x, x * 2, dim=0),
+            "softmax": lambda x, at: torch.stack([x.softmax(0) * x, x.log_softmax(-1), x.logsumexp(0), x.sum(0)]),
+        }.items()
+    },
+    "edges repeated and cut off": (lambda x: F.pad(x, (-2, 3, 1, -1), mode="replicate"), images(1, 2, 5, 6)),
+    "elements set by strides": (
+        lambda x: x.as_strided_scatter(x[0, :2, :2] * 2, (2, 2), (3, 2), 1),
+        images(3, 4, 5),
+    ),
+    "no elements gathered": (lambda x: x.sum() + x.gather(0, x.new_zeros(0, 2, 3, dtype=torch.int64)).sum(), images(4)),
+    "nothing repeated": (lambda x: torch.cat([x.repeat(0, 2), x.repeat(1, 2)]), images(3, 2)),
+    "no matrix": (lambda x: x.sum() + x[:0, :0].matrix_exp().sum() + torch.logdet(x[:0, :0]), images(3, 3)),
     "bytes compared with a number": (lambda x: compared(x.to(torch.uint8)), TENTHS[:5]),
     "complex: infinite or NaN": (lambda x: torch.stack([f(1 / x + 0j * x) for f in ODD]), TENTHS),
     **{

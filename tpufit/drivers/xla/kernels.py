@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ...runtime.ops.native import operation
-from . import activations, comparisons, complexes, fourier, ordering, pools, reads
+from . import activations, comparisons, complexes, fourier, gathers, ordering, pools, reads
 from .release import redispatch
 
 _DISTINCT = 256  # up to this number, random numbers are rarely equal: once in 500 times
@@ -21,6 +22,12 @@ _DIMENSIONS |= {"var.correction": 1, "var_mean.correction": 1}
 # or, for selu, a wrong one. inverse and svd are similar, but their parts don't run on the device, and their gradients
 # are right.
 _COMPOSED = ("diag", "kl_div", "logdet", "selu", "selu_", "std", "std.dim")
+# torch_xla's kernels for these operations, or for their gradients, refuse tensors without dimensions.
+_OF_NUMBERS = (
+    *("_log_softmax", "_softmax", "cummax", "cummin", "cumprod", "cumsum", "index_add", "index_copy", "index_select"),
+    *("kthvalue", "logsumexp", "masked_scatter", "max.dim", "min.dim", "scatter.src", "scatter.value"),
+    *("scatter_reduce.two", "sum.dim_IntList", "topk"),
+)
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -39,12 +46,13 @@ def mend_kernels(backend: str = "XLA") -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns that a kernel is replaced
         library.impl("randperm", _randperm, backend)
-        for name, kernel in (complexes.OWN | fourier.OWN).items():
+        for name, kernel in (complexes.OWN | fourier.OWN | gathers.OWN).items():
             library.impl(name, kernel, backend)
         for name in _COMPOSED:
             library.impl(name, operation(name).decompose, f"Autograd{backend}")
-        key, native = redispatch("aten::_fft_r2c", f"Autograd{backend}")
-        library.impl("_fft_r2c", partial(_on_the_device, _transform_real, native), key, with_keyset=True)
+        for name, kernel in _kernels_with_gradients().items():
+            key, native = redispatch(f"aten::{name}", f"Autograd{backend}")
+            library.impl(name, partial(_on_the_device, kernel, native), key, with_keyset=True)
         for name, kernel in _kernels().items():
             key, native = redispatch(f"aten::{name}", backend)
             library.impl(name, partial(_on_the_device, kernel, native), key, with_keyset=True)
@@ -65,6 +73,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels |= {"inverse": _inverse, "linalg_inv_ex": _inverse}
     kernels |= dict.fromkeys(("clamp_max.Tensor", "clamp_min.Tensor"), _broadcast)
     kernels |= {"_linalg_svd": _svd, "pixel_shuffle": _pixel_shuffle, "svd": _svd}
+    kernels |= {"as_strided_scatter": gathers.as_strided_scatter, "repeat": gathers.repeat}
     kernels |= {name: partial(_over_all, position) for name, position in _DIMENSIONS.items()}
     kernels |= {"diagonal": _diagonal, "diagonal_copy": _diagonal, "diagonal_scatter": _diagonal_scatter}
     kernels |= comparisons.OWN
@@ -85,11 +94,20 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     return kernels
 
 
+def _kernels_with_gradients() -> dict[str, Callable[..., Any]]:
+    """Return the kernels that call operations with gradients; without gradients, the device's kernels remain."""
+    kernels: dict[str, Callable[..., Any]] = dict.fromkeys(_OF_NUMBERS, _with_dimensions)
+    kernels |= {"_fft_r2c": _transform_real, "gather": gathers.gather, "scatter_add": gathers.scatter_add}
+    return kernels | dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor"), gathers.fill)
+
+
 def _kernels_above_gradients() -> dict[str, Callable[..., Any]]:
     """Return the kernels of operations for which torch_xla has gradients; their arguments are as in `_kernels`."""
     kernels: dict[str, Callable[..., Any]] = {"avg_pool2d": pools.avg_pool, "avg_pool3d": pools.avg_pool}
     kernels |= {"max_pool2d": pools.max_pool, "max_pool3d": pools.max_pool}
-    return {name: partial(_on_the_device, partial(kernels[name], name)) for name in kernels} | {"einsum": _einsum}
+    kernels = {name: partial(kernel, name) for name, kernel in kernels.items()}
+    kernels |= {f"replication_pad{n}d": gathers.replicate for n in (1, 2, 3)}
+    return {name: partial(_on_the_device, kernel) for name, kernel in kernels.items()} | {"einsum": _einsum}
 
 
 def _on_the_device(
@@ -167,6 +185,8 @@ def _svd(native: Callable[..., Any], keys: Any, matrix: Tensor, *args: Any, **kw
             f"torch_xla computes the singular values of one matrix at a time, but the tensor has shape "
             f"{tuple(matrix.shape)}: call torch.stack([f(x) for x in matrices])"
         )
+    if not matrix.numel():
+        raise RuntimeError(f"torch_xla can't compute the singular values of an empty matrix {tuple(matrix.shape)}")
     return native(keys, matrix, *args, **kwargs)
 
 
@@ -179,6 +199,14 @@ def _complex_or(
 
 def _native(native: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
     return native(keys, *args, **kwargs)
+
+
+def _with_dimensions(native: Callable[..., Any], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call an operation on tensors of one number instead of tensors without dimensions."""
+    if tensor.dim():
+        return native(keys, tensor, *args, **kwargs)
+    operands = [x[None] if isinstance(x, Tensor) and not x.dim() else x for x in (tensor, *args)]
+    return tree_map_only(Tensor, lambda result: result.reshape(()), native(keys, *operands, **kwargs))
 
 
 def _extreme_over(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -28,7 +28,7 @@ def householder_product(input: Tensor, tau: Tensor) -> Tensor:
     and `T` is triangular.
     """
     n, k = input.shape[-2:]
-    if not k:
+    if not input.numel():
         return input.clone()
     if tau.shape[-1] < k:  # the remaining reflections are identities
         tau = torch.cat([tau, tau.new_zeros(*tau.shape[:-1], k - tau.shape[-1])], -1)
@@ -41,6 +41,8 @@ def householder_product(input: Tensor, tau: Tensor) -> Tensor:
 
 def slogdet(input: Tensor) -> tuple[Tensor, Tensor]:
     """`torch.linalg.slogdet`, whose gradient in PyTorch needs LU factors that torch_xla doesn't return."""
+    if not input.numel() and input.shape[-2:] == (0, 0):
+        return input.new_ones(input.shape[:-2]), input.sum((-2, -1))
     if input.is_complex():
         return operation("linalg_slogdet").decompose(input)  # type: ignore[no-any-return]
     return _LogDeterminant.apply(input)  # type: ignore[no-untyped-call, no-any-return]
@@ -51,6 +53,8 @@ def matrix_exp(input: Tensor) -> Tensor:
 
     NaN for a norm above 2,048.
     """
+    if not input.numel():
+        return input.clone()
     norm = input.detach().abs().sum(-2, keepdim=True).amax(-1, keepdim=True)
     halvings = torch.log2(norm.clamp_min(0.5) * 2).ceil()
     small = input
