@@ -106,7 +106,7 @@ def _kernels_above_gradients() -> dict[str, Callable[..., Any]]:
     kernels: dict[str, Callable[..., Any]] = {"avg_pool2d": pools.avg_pool, "avg_pool3d": pools.avg_pool}
     kernels |= {"max_pool2d": pools.max_pool, "max_pool3d": pools.max_pool}
     kernels = {name: partial(kernel, name) for name, kernel in kernels.items()}
-    kernels |= {f"replication_pad{n}d": gathers.replicate for n in (1, 2, 3)}
+    kernels |= {f"replication_pad{n}d": gathers.replicate for n in (1, 2, 3)} | {"cdist": _cdist}
     return {name: partial(_on_the_device, kernel) for name, kernel in kernels.items()} | {"einsum": _einsum}
 
 
@@ -245,6 +245,12 @@ def _inverse(native: Callable[..., Any], keys: Any, matrix: Tensor, *args: Any, 
         return found
     inverse, *_ = found  # the second result, one error code for each matrix, has another shape
     return inverse, torch.zeros(matrix.shape[:-2], dtype=torch.int32, device=matrix.device)
+
+
+def _cdist(native: Callable[..., Tensor], keys: Any, first: Tensor, second: Tensor, *args: Any) -> Tensor:
+    """`cdist` of stacks of one shape; torch_xla's doesn't broadcast them."""
+    stacks = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
+    return native(keys, *(points.expand(*stacks, *points.shape[-2:]) for points in (first, second)), *args)
 
 
 def _broadcast(native: Callable[..., Tensor], keys: Any, *tensors: Tensor) -> Tensor:
