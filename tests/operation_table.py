@@ -100,7 +100,9 @@ def judge(op: Any, dtype: torch.dtype, most: int, placement: Any) -> Iterator[st
         exact: list[Tensor | None] = []
         with suppress(Exception):  # PyTorch refuses some samples
             theirs = compute(op, sample, copy)
-        if theirs is None or describe_difference(compute(op, sample, copy, seed=1), theirs, 0.0, []):
+        if theirs is None or any(
+            describe_difference(compute(op, sample, copy, seed), theirs, 0.0, []) for seed in (1, 2, 3)
+        ):
             continue
         if dtype in WIDER:
             with suppress(Exception):
@@ -152,6 +154,8 @@ def main() -> None:
     dtype = getattr(torch, given.dtype)
     part, parts = map(int, given.part.split("/"))
     for op in common_methods_invocations.op_db:
+        if "empty" in op.name:  # the values of its result are arbitrary
+            continue
         chosen = not given.names or {op.name, op.formatted_name} & {*given.names}
         if chosen and dtype in op.supported_dtypes("cpu") and zlib.crc32(op.name.encode()) % parts == part - 1:
             verdicts = judge_in_a_fork(op, dtype, given.samples, given.cores)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...runtime.ops.native import Native
+from ...runtime.ops.native import Native, operation
 
 
 def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int) -> Tensor:
-    from torch._decomp import decompositions  # takes long, and is rarely used
+    from torch._decomp import decomposition_table  # takes long, and is rarely used
 
-    result: Tensor = decompositions._chunk_cat(tensors, dim, num_chunks)
+    result: Tensor = decomposition_table[operation("_chunk_cat")](tensors, dim, num_chunks)
     return result
 
 
