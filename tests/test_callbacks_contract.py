@@ -156,8 +156,8 @@ class Raising(Callback):
             raise ValueError("on purpose")
 
 
-# The extra `libraries` has their packages, except MLflow's, whose server takes long. test_callbacks_tracker_callback.py
-# tests what they share.
+# The extra `libraries` has their packages, except MLflow's, which starts a server and takes long. The code that they
+# share has its tests in test_callbacks_tracker_callback.py.
 TRACKERS = {"CometLogger", "MLflowLogger", "TrackioLogger", "WandbLogger"}
 
 

@@ -42,7 +42,7 @@ def closure(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def list_pytorch_attributes(value: Any) -> frozenset[str]:
-    """Return the names of PyTorch's attributes of a module or an optimizer, and of those that schedulers add."""
+    """Return the names of PyTorch's attributes of a module or an optimizer, with the attributes that schedulers add."""
     if isinstance(value, nn.Module):
         return _list_module_attributes()
     return _list_optimizer_attributes() if isinstance(value, Optimizer) else frozenset()
