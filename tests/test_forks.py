@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -68,6 +69,8 @@ def test_each_use_of_the_device_in_a_fork_is_an_error(cores):
         lambda: repr(weight),
         lambda: torch.ones(3).to(weight.device),
         lambda: torch.equal(weight, weight),
+        lambda: torch.nonzero(weight.detach()),
+        lambda: torch.empty(1, 4).copy_(weight.detach()),
     )
     ours = "ForkedError: this process was forked after the device had been started"
     torch_tpus = "cannot access or re-initialize TPU in a forked subprocess"
@@ -76,6 +79,14 @@ def test_each_use_of_the_device_in_a_fork_is_an_error(cores):
         assert said.startswith(ours) or torch_tpus in said, said
     assert in_fork(lambda: X.sum() == X.sum()) == "True"
     assert model.predict(X, verbose=0).shape == (16, 1)
+
+
+def test_a_fork_prints_nothing(cores, capfd, monkeypatch):
+    trained(cores)
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)  # pytest's own prints nothing in a fork
+    capfd.readouterr()
+    assert in_fork(lambda: "done") == "done"
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.soak

@@ -5,6 +5,7 @@ error. Workers of a `DataLoader`, which only read data, still work.
 """
 
 import os
+import warnings
 from typing import Any, NoReturn
 
 import torch
@@ -40,8 +41,12 @@ def _cut_off() -> None:
     driver().cut_off()
     library = torch.library.Library("aten", "IMPL")
     _libraries.append(library)  # the registrations end with the object
-    for name in _COPIES:
-        library.impl(name, _refuse, driver().dispatch_key)
+    # Not `library.impl`, which refuses to replace the drivers' own kernels for some of these operations.
+    registrations: Any = library.m
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns that a kernel is replaced
+        for name in _COPIES:
+            registrations.impl(name, driver().dispatch_key, _refuse, False)
 
 
 def _refuse(*args: Any, **named: Any) -> NoReturn:
