@@ -1,5 +1,6 @@
 """Every PyTorch optimizer takes the same steps as on the host, with a new rate at each step, in one graph."""
 
+from decimal import Decimal
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback, LRScheduler, ModelCheckpoint
 from tpufit.errors import ArgumentError
+from tpufit.optimizers.decays import Decays
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600, quick=False)
 
@@ -225,6 +227,57 @@ def test_an_option_that_changes_once_costs_one_graph(cores, name, option, change
     assert counts.graphs["train"] <= 3
     for key, expected in host().items():
         torch.testing.assert_close(model.state_dict()[key], expected, rtol=0, atol=1e-5)
+
+
+class NewMomentum(Callback):
+    """Changes the first beta before each step."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        group = self.model.optimizer.param_groups[0]
+        group["betas"] = 0.9 - batch / 1000, group["betas"][1]
+
+
+@pytest.mark.parametrize("varies", [False, True])
+@pytest.mark.parametrize("kind", [optim.RAdam, optim.Adam, optim.NAdam])
+@pytest.mark.soak_on(8)
+def test_a_beta_near_1_is_as_exact_as_in_pytorch(cores, kind, varies):
+    make = partial(kind, lr=0.01, betas=(0.9, 0.99999))
+    plain = net()
+    before = {name: weight.clone() for name, weight in plain.state_dict().items()}
+    optimizer = make(plain.parameters())
+    for step, (x, y) in enumerate(batches_of(160)):
+        if varies:
+            optimizer.param_groups[0]["betas"] = 0.9 - step / 1000, 0.99999
+        optimizer.zero_grad()
+        F.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    model = tpufit.Model(net())
+    model.compile(make, "cross_entropy", scale_lr=None)
+    changes = [NewMomentum()] if varies else []
+    model.fit(X[:160], Y[:160], 16 // cores, verbose=0, shuffle=False, callbacks=changes, cores=cores)
+    for name, expected in plain.state_dict().items():
+        moved = expected - before[name]
+        off = (model.state_dict()[name] - expected).abs().max() / moved.abs().max()
+        assert off < 1e-4, (name, off)
+
+
+@pytest.mark.parametrize("base", [0.9, 0.999, 0.9999, 0.9999999])
+def test_radams_average_has_the_length_of_exact_numbers(cores, base):
+    for steps in (1, 2, 5, 6, 100, 999, 1001, 20_000, 10_000_000):
+        decays, counter = Decays(), torch.tensor(float(steps))
+
+        def noted(name, left, right, decays=decays):
+            result = getattr(torch.Tensor, name)(left, right)
+            decays.note(result, name, (left, right))
+            return result
+
+        power = noted("__rpow__", counter, base)
+        product = noted("mul", noted("mul", counter, 2), power)
+        quotient = noted("div", product, noted("__rsub__", power, 1))
+        found = decays.compute("__rsub__", (quotient, 2 / (1 - base) - 1))
+        exact = Decimal(base)  # 28 digits
+        length = 2 / (1 - exact) - 1 - 2 * steps * exact**steps / (1 - exact**steps)
+        assert float(found) == pytest.approx(float(length), rel=1e-5)
 
 
 class ClearedBefore(tpufit.Model):

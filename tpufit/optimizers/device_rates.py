@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..backend import Placement
 from ..runtime import keeps_count, to_device
 from ..utils.replaced import replaced
+from .decays import Decays
 from .options import has_inputs
 from .shared_counters import SharedCounterMode, SharedStepCounters
 from .traced import call_with_inputs
@@ -101,6 +102,14 @@ class _OnDevice(SharedCounterMode):
     def __init__(self, counters: Collection[int] = ()) -> None:
         super().__init__(counters)
         self._numbers: dict[tuple[float, torch.device], Tensor] = {}
+        self.decays = Decays()
+
+    def compute(self, func: Any, args: tuple[Any, ...]) -> Any:
+        result = self.decays.compute(func.__name__, args)
+        if result is None:
+            result = super().compute(func, args)
+        self.decays.note(result, func.__name__, args)
+        return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for scalar in ("alpha", "value") if kwargs else ():
@@ -135,6 +144,7 @@ class _WithNumbers(_OnDevice):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        args = self.decays.pin(func.__name__, args)
         return call_with_inputs(partial(self._run_on_tensors, func, types), args, kwargs or {})
 
     def _run_on_tensors(self, func: Any, types: Any, *args: Any, **kwargs: Any) -> Any:

@@ -45,13 +45,17 @@ class SharedCounterMode(TorchFunctionMode):
         """Run a function of PyTorch."""
         return func(*args, **kwargs)
 
+    def compute(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Compute a function of scalars."""
+        return self.run(func, args, {})
+
     def _compute_once(self, func: Any, args: tuple[Any, ...]) -> Any:
         key = func, *((id(a), a._version) if isinstance(a, Tensor) else (type(a), a) for a in args)
         if key in self._known:
             _, result, version = self._known[key]
             if result._version == version:  # else it was changed in place
                 return result
-        result = self.run(func, args, {})
+        result = self.compute(func, args)
         self._known[key] = args, result, result._version  # the arguments keep tensors alive, so that no `id` is reused
         return result
 
