@@ -1,9 +1,16 @@
 """A step that depends on state in Python, or on random numbers of the host, is traced and never replayed."""
 
+import ctypes
 import functools
 import itertools
 import random
+import threading
+import weakref
+from array import array
 from collections import deque
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -84,6 +91,17 @@ def in_a_generator(net, h):
     return next(net.calls)
 
 
+def in_a_decimal(net, h):
+    net.calls = getattr(net, "calls", Decimal(0)) + 1
+    return int(net.calls)
+
+
+def in_a_bytearray(net, h):
+    net.calls = getattr(net, "calls", bytearray())
+    net.calls.append(0)
+    return len(net.calls)
+
+
 def in_a_global(net, h):
     global calls
     calls = calls + 1 if hasattr(net, "begun") else 1
@@ -104,6 +122,7 @@ def in_a_closure():
 
 calls = 0
 COUNTS = [in_an_object, in_a_list, in_a_dict, in_a_host_tensor, in_an_array, in_an_iterator, in_a_generator]
+COUNTS += [in_a_decimal, in_a_bytearray]
 
 
 class Seldom:
@@ -210,6 +229,14 @@ class Slotted:
         self.value, self.inner = value, self  # itself: an endless nest
 
 
+class Point(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int))
+
+
+class Color(Enum):
+    RED, BLUE = 1, 2
+
+
 def a_function(x, factor=2):
     return x * LEVEL
 
@@ -249,6 +276,21 @@ def drawn_from(generator):
         (iter([1, 2]), iter([1])),
         (functools.partial(max, 1), functools.partial(max, 2)),
         (Schedule().__init__, [1]),
+        (Decimal(1), Decimal(2)),
+        (1j, 2j),
+        (bytearray(b"a"), bytearray(b"b")),
+        (bytearray(100_000), bytearray(100_001)),
+        (memoryview(b"a"), memoryview(b"b")),
+        (array("l", [1]), array("l", [2])),
+        (timedelta(1), timedelta(2)),
+        (datetime(2020, 1, 1), datetime(2020, 1, 2)),
+        (date(2020, 1, 1), date(2020, 1, 2)),
+        (time(1), time(2)),
+        (range(3), range(4)),
+        (slice(3), slice(4)),
+        (ctypes.c_int(1), ctypes.c_int(2)),
+        (Point(1, 2), Point(1, 3)),
+        (Color.RED, Color.BLUE),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -256,6 +298,21 @@ def test_facts_differ_if_values_differ(one, other):
     assert facts(one) != facts(other)
     assert facts(one) == facts(one)  # inspecting changes nothing
     hash(tuple(facts(one).items()))
+
+
+def test_facts_of_locks_and_the_like_are_none():
+    for value in (threading.Lock(), memoryview, object(), weakref.ref(Schedule)):
+        assert facts(value) == {}
+
+
+def test_facts_of_equal_native_values_are_equal():
+    for make in (
+        lambda: Decimal(3),
+        lambda: Point(1, 2),
+        lambda: bytearray(b"a"),
+        lambda: slice(Schedule(), Schedule()),
+    ):
+        assert facts(make()) == facts(make()) != {}
 
 
 def test_facts_of_a_whole_data_set_are_few():
