@@ -282,10 +282,12 @@ def test_checkpoints_of_a_net_whose_weights_are_split(cores: int) -> None:
 
 
 @pytest.mark.cores(1)
-def test_checkpoints_treat_batch_norms_as_pytorch_does(cores: int) -> None:
+@pytest.mark.parametrize("after", [[nn.Tanh()], []], ids=["inside", "last"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_checkpoints_treat_batch_norms_as_pytorch_does(cores: int, after: list[nn.Module], affine: bool) -> None:
     torch.manual_seed(0)
     # Without a bias before the norm, whose gradient is zero except for rounding.
-    block = nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh())
+    block = nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16, affine=affine), *after)
     net = Checkpointed(nn.ModuleList([block]), use_reentrant=False)
     plain = copy.deepcopy(net)
     optimizer = torch.optim.SGD(plain.parameters(), 0.01)

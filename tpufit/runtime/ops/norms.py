@@ -5,7 +5,7 @@ rows: for batch norm, cores exchange a few numbers per channel; for the other no
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ..trace_context import trace_context
+
+_Update = Callable[[Tensor, Tensor], None]
 
 
 def _channel_norm(
@@ -38,12 +40,14 @@ def _channel_norm(
     if training:
         if count < 2:
             return None
-        y, mean, variance = _normalize(input, dims, eps, weight, bias, over_channels)
-        with torch.no_grad():
+
+        def update(mean: Tensor, variance: Tensor) -> None:
             for running, current in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
                 if running is not None:
                     current = current if over_rows else current.mean(0)  # instance norm averages over the batch
                     running.copy_(momentum * current.flatten() + (1 - momentum) * running)
+
+        y = _normalize(input, dims, eps, weight, bias, over_channels, update)
     else:
         if running_mean is None or running_var is None:
             return None
@@ -68,7 +72,7 @@ def group_norm(
         return None
     x = input.unflatten(1, (num_groups, -1))
     shape = (num_groups, -1, *(1,) * (input.dim() - 2))
-    y, _, _ = _normalize(x, tuple(range(2, x.dim())), eps, weight, bias, shape)
+    y = _normalize(x, tuple(range(2, x.dim())), eps, weight, bias, shape)
     return y.flatten(1, 2).to(_promote(input, weight, bias))
 
 
@@ -83,7 +87,7 @@ def layer_norm(
     shape = tuple(normalized_shape)
     if not shape or tuple(input.shape[-len(shape) :]) != shape or not _fit(input, shape, weight, bias):
         return None
-    y, _, _ = _normalize(input, tuple(range(-len(shape), 0)), eps, weight, bias, shape)
+    y = _normalize(input, tuple(range(-len(shape), 0)), eps, weight, bias, shape)
     return y.to(_promote(input, weight, bias))
 
 
@@ -109,24 +113,36 @@ def batch_norm_in_autocast(*args: Any) -> Tensor:
 
 
 class _Normalised(torch.autograd.Function):
-    """Returns a normalised tensor with its mean and variance; the backward pass keeps only the input."""
+    """Returns a normalised tensor; the backward pass keeps only the input.
+
+    Calls `update` with the mean and the variance before PyTorch saves tensors for the backward pass: a repetition of
+    `torch.utils.checkpoint` ends with its last saved tensor, as it does after a native batch norm has updated its
+    statistics.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, dims: tuple[int, ...], eps: float, weight: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any,
+        input: Tensor,
+        dims: tuple[int, ...],
+        eps: float,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        update: _Update | None,
+    ) -> Tensor:
         mean, variance = _moments(input, dims)
+        if update is not None:
+            update(mean, variance)
         scale = (variance + eps).rsqrt()
         y = (_widen(input) - mean) * (scale if weight is None else scale * weight)
         y = y if bias is None else y + bias
         ctx.save_for_backward(input, weight, bias, mean, scale)
         ctx.dims = dims
         ctx.eps = eps
-        ctx.mark_non_differentiable(mean, variance)
-        return y, mean, variance
+        return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         input, weight, bias, mean, scale = ctx.saved_tensors
         dims = ctx.dims
         if torch.is_grad_enabled():  # a second derivative goes through the moments too
@@ -150,6 +166,7 @@ class _Normalised(torch.autograd.Function):
             None,
             None if weight is None else of_weight.sum_to_size(weight.shape).to(weight.dtype),
             None if bias is None else of_bias.sum_to_size(bias.shape).to(bias.dtype),
+            None,
         )
 
 
@@ -160,14 +177,15 @@ def _normalize(
     weight: Tensor | None,
     bias: Tensor | None,
     shape: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise over `dims`, and return also the mean and the variance, in which these dimensions have size 1.
+    update: _Update | None = None,
+) -> Tensor:
+    """Normalise over `dims`. `update` gets the mean and the variance, in which these dimensions have size 1.
 
     Weight and bias have `shape`, aligned with the last dimensions of the input. `eps` is added to the variance.
     """
     shape = (1,) * (input.dim() - len(shape)) + shape
     weight, bias = (None if p is None else p.view(shape) for p in (weight, bias))
-    result: tuple[Tensor, Tensor, Tensor] = _Normalised.apply(input, dims, eps, weight, bias)  # type: ignore[no-untyped-call]
+    result: Tensor = _Normalised.apply(input, dims, eps, weight, bias, update)  # type: ignore[no-untyped-call]
     return result
 
 
