@@ -26,8 +26,8 @@ class EarlyStopping(MonitorCallback):
         verbose: 1 prints a line when it stops training and restores weights; 0 (default) prints nothing.
         mode: `"min"`, `"max"` or `"auto"` (default: decided by the metric, else by the log's name; if neither decides,
             `fit` raises an error).
-        baseline: A value that must be beaten, too: until it is, patience runs out even if the log improves (default:
-            none).
+        baseline: A value that must be beaten, too, to start patience again (default: none). Until it is, improvements
+            don't start it again, and training ends at the first epoch without one after patience has run out.
         restore_best_weights: End `fit` with the best epoch's weights, however training ended (default False). The
             weights are copied to the host at each improvement.
         start_from_epoch: The number of epochs at the start to ignore (default 0).
@@ -37,7 +37,7 @@ class EarlyStopping(MonitorCallback):
         best: The best value so far, or None.
         best_epoch: The best value's epoch, from 0.
         best_weights: The best epoch's weights, with `restore_best_weights`.
-        wait: Epochs in a row without an improvement.
+        wait: Epochs since the last improvement; with a baseline, since the last that beat it, too.
 
     Raises:
         ArgumentError: An unknown mode, or a negative number of epochs.
@@ -102,11 +102,12 @@ class EarlyStopping(MonitorCallback):
         if value is None or epoch < self.start_from_epoch:
             return
         # The first epoch's weights are kept even if its value is NaN: there are no others to restore.
-        if self._monitor.observe(value) or (self.restore_best_weights and self.best_weights is None):
+        better = self._monitor.observe(value)
+        if better or (self.restore_best_weights and self.best_weights is None):
             self.best_epoch = epoch
             if self.restore_best_weights:
                 self.best_weights = self.model.state_dict()
-        out = self.wait >= max(self.patience, 1) and epoch > 0
+        out = not better and self.wait >= self.patience and epoch > 0
         self.stopped_epoch = epoch if out else 0  # with `min_epochs` training may continue
         if out:
             self.model.stop_training = True

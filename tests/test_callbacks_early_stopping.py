@@ -51,7 +51,7 @@ def test_a_value_equal_to_the_best_is_not_better():
 def test_min_delta_and_baseline_where_higher_is_better():
     assert train(EarlyStopping("accuracy", min_delta=0.1, patience=1), [0.5, 0.65, 0.7, 0.9], "accuracy") == 3
     assert train(EarlyStopping("accuracy", min_delta=-0.1, patience=1), [0.5, 0.65, 0.7, 0.9], "accuracy") == 3
-    assert train(EarlyStopping("accuracy", baseline=0.8, patience=2), [0.6, 0.7, 0.9], "accuracy") == 2
+    assert train(EarlyStopping("accuracy", baseline=0.8, patience=2), [0.6, 0.7, 0.7, 0.9], "accuracy") == 3
     assert train(EarlyStopping("accuracy", baseline=0.6, patience=2), [0.6, 0.7, 0.65, 0.6, 0.9], "accuracy") == 4
 
 
@@ -72,13 +72,35 @@ def test_mode(monitor, mode, directions, epochs):
     assert train(stopping, [1, 2, 3], monitor, FakeModel(directions)) == epochs
 
 
-def test_baseline_must_be_beaten_within_patience():
+def test_only_beating_the_baseline_starts_patience_again():
     assert train(EarlyStopping(patience=5, baseline=0.5), [0.9, 0.8, 0.7, 0.71, 0.72, 0.73]) == 5
-    assert train(EarlyStopping(patience=3, baseline=0.5), [0.9, 0.8, 0.7, 0.6, 0.55]) == 3  # better, but not enough
     assert train(EarlyStopping(patience=3, baseline=0.5), [0.9, 0.8, 0.4, 0.6, 0.55, 0.5, 0.1]) == 6
+    assert train(EarlyStopping(baseline=0.5), [0.9, 0.8, 0.7, 0.7, 0.6]) == 4
 
 
-@pytest.mark.parametrize(("baseline", "stop_at", "epochs"), [(None, None, 5), (None, 3, 4), (0.05, None, 3)])
+def test_training_continues_while_it_improves_below_the_baseline():
+    stopping = EarlyStopping(patience=2, baseline=0.55, restore_best_weights=True)
+    assert train(stopping, [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.6, 0.7, 0.8, 0.9]) == 8  # as in Keras 3
+    assert (stopping.best, stopping.best_epoch, stopping.model.weight) == (0.5, 5, 5)
+    stopping = EarlyStopping(patience=3, baseline=0.1)
+    assert train(stopping, [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.6, 0.7, 0.8, 0.9]) == 7
+    assert (stopping.wait, stopping.stopped_epoch) == (7, 6)
+
+
+def test_a_resumed_training_ends_where_it_would_have_ended():
+    stopping = EarlyStopping(patience=3, baseline=0.1)
+    assert train(stopping, [1.0, 0.9, 0.8, 0.7]) == 4
+    resumed = EarlyStopping(patience=3, baseline=0.1)
+    resumed.set_model(FakeModel())
+    resumed.on_train_begin({})
+    resumed.load_state_dict(stopping.state_dict())
+    resumed.on_epoch_end(4, {"val_loss": 0.6})
+    assert (resumed.wait, resumed.model.stop_training) == (5, False)
+    resumed.on_epoch_end(5, {"val_loss": 0.6})
+    assert (resumed.stopped_epoch, resumed.best_epoch, resumed.model.stop_training) == (5, 4, True)
+
+
+@pytest.mark.parametrize(("baseline", "stop_at", "epochs"), [(None, None, 5), (None, 3, 4), (0.05, None, 4)])
 def test_the_best_weights_are_restored_after_any_end(baseline, stop_at, epochs):
     stopping = EarlyStopping(patience=3 if baseline else 2, baseline=baseline, restore_best_weights=True)
     assert train(stopping, [0.2, 0.15, 0.1, 0.11, 0.12, 0.13], stop_at=stop_at) == epochs
