@@ -271,6 +271,52 @@ class Double(nn.Module):
         return x.double()
 
 
+class Recurrent(nn.Module):
+    """The mean of the outputs, and the last output, of an LSTM over sequences of several lengths."""
+
+    def __init__(self, lengths_for=None):
+        super().__init__()
+        self.layer, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(16, 1)
+        self.lengths_for = lengths_for  # for packing; None computes on padded rows, as the error says
+
+    def forward(self, x, lengths):
+        if self.lengths_for is not None:
+            given = self.lengths_for(lengths)
+            packed = nn.utils.rnn.pack_padded_sequence(x, given, batch_first=True, enforce_sorted=False)
+            packed, (last, _) = self.layer(packed)
+            y, last = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0], last[-1]
+        else:
+            y, _ = self.layer(x)
+            last = y[torch.arange(len(y), device=y.device), lengths - 1]
+            mask = torch.arange(y.shape[1], device=y.device) < lengths[:, None]
+            y = y * mask[..., None]
+        return self.head(torch.cat([y.sum(1) / lengths[:, None], last], 1))
+
+
+@pytest.mark.parametrize("lengths_for", [torch.Tensor.cpu, torch.Tensor.tolist])
+def test_packed_sequences_are_refused_with_a_way_that_works(cores, lengths_for):
+    torch.manual_seed(0)
+    rows, lengths = torch.randn(32, 7, 4), torch.randint(1, 8, (32,))
+    targets = rows.sum((1, 2))[:, None]
+    model = tpufit.Model(Recurrent(lengths_for))
+    model.compile("sgd", "mse")
+    with pytest.raises(BatchError, match=r"pack_padded_sequence can't run on the device.*y\[torch.arange.* < lengths"):
+        model.fit((rows, lengths), targets, 32 // cores, verbose=0, cores=cores)
+    plain = Recurrent(torch.Tensor.cpu)
+    padded = Recurrent()
+    padded.load_state_dict(plain.state_dict())
+    model = tpufit.Model(padded)
+    model.compile(lambda p: torch.optim.SGD(p, 0.1), "mse", scale_lr=None)
+    model.fit((rows, lengths), targets, 32 // cores, 3, verbose=0, cores=cores)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(plain(rows, lengths), targets).backward()
+        optimizer.step()
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], expected, rtol=0, atol=1e-5)
+
+
 def test_a_batch_norm_of_one_row(cores):
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     model = tpufit.Model(net)

@@ -5,7 +5,7 @@ Changes to what Python or PyTorch run:
 | where | what | why | until |
 | --- | --- | --- | --- |
 | `runtime/ops/kernels.py` | kernels of the device for norms, products, attention, dropout, classes and their losses | torch_xla's kernels gather rows over the cores, or are slow | permanent, because another thread may be running one; outside `replace_kernels` they call the native ones |
-| `runtime/ops/lowerings.py` | kernels of the device for Huber's loss, `nll_loss` and `linear_algebra` | torch_xla has none, or ends the process for a single sample | permanent, for the same reason |
+| `runtime/ops/lowerings.py` | kernels of the device for Huber's loss, `nll_loss`, packed sequences and `linear_algebra` | torch_xla has none, or ends the process, as for a single sample | permanent, for the same reason |
 | `drivers/xla/kernels.py` | kernels of the device, such as `randperm`, `sort` and `.item()` | torch_xla's kernels end the process, don't compile, or give wrong results | permanent, for the same reason |
 | `drivers/xla/syncs.py` | `_xla_sync_multi` and `_xla_step_marker` of torch_xla's bindings | `torch_xla.sync`, which calls them, may run another graph's program, see `drivers/xla/lowering.py` | permanent: another thread may be inside one |
 | `drivers/xla/indices.py` | kernels of the device for operations that take indices | XLA ends the process for some 64-bit indices, on several cores | permanent, for the same reason, in processes on several cores; with torch 2.8 they run before the choice of a device |

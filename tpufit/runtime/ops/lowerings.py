@@ -2,11 +2,13 @@
 
 import warnings
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...errors import BatchError
 from ..driver import driver
 from . import linear_algebra, reductions, resizing
 from .native import with_fallback
@@ -50,6 +52,7 @@ def lower_missing(backend: str) -> None:
     parametrizations use. `slogdet` and `logdet` have no gradient. `nll_loss` of one sample is a segmentation fault, and
     so is `cross_entropy`, which calls it. Counts, norms and pairwise distances of some orders, and images resized by a
     factor give different results. Values and gradients equal PyTorch's, up to rounding where Huber's `delta` isn't 1.
+    Packed sequences are refused, because their gradients and their recurrent layers fail with misleading errors.
     The backend is the dispatch key of the tensors; tests pass `"CPU"`.
     """
     if backend not in _libraries:  # permanent: removing a kernel while another thread runs it would crash
@@ -59,6 +62,7 @@ def lower_missing(backend: str) -> None:
             for key in (f"Autograd{backend}", backend):  # the latter for torch.inference_mode
                 library.impl("huber_loss", _huber_loss, key)
                 library.impl("nll_loss_nd", _nll_loss, key)
+                library.impl("_pack_padded_sequence", _refuse_packing, key)
                 library.impl("vdot", linear_algebra.vdot, key)
                 library.impl("linalg_householder_product", linear_algebra.householder_product, key)
                 library.impl("linalg_matrix_exp", linear_algebra.matrix_exp, key)
@@ -78,6 +82,15 @@ _PARTIAL: dict[str, Callable[..., Tensor | None]] = {
     "upsample_bilinear2d.vec": resizing.bilinear,
     "upsample_nearest2d.vec": resizing.nearest,
 }
+
+
+def _refuse_packing(input: Tensor, lengths: Tensor, batch_first: bool) -> NoReturn:
+    raise BatchError(
+        "pack_padded_sequence can't run on the device: a packed sequence has another shape for other lengths, and its "
+        "layers read its sizes on the host. Call the recurrent layer on the padded rows instead: with batch_first=True "
+        "each row's last output is y[torch.arange(len(y), device=y.device), lengths - 1]. Leave the padding out of a "
+        "loss or a mean by the mask torch.arange(y.shape[1], device=y.device) < lengths[:, None]"
+    )
 
 
 def _huber_loss(input: Tensor, target: Tensor, reduction: int = 1, delta: float = 1.0) -> Tensor:
