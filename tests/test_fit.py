@@ -522,6 +522,39 @@ def test_other_errors_say_what_to_do(cores):
         fit(compiled(), cores, y=None)
 
 
+class OwnTestStep(tpufit.Model):
+    def test_step(self, batch):
+        x, y = batch
+        return {"error": (self(x).argmax(-1) != y).float().mean()}
+
+
+class OwnTrainStep(tpufit.Model):
+    def train_step(self, batch):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.apply_gradients(loss)
+        return {"loss": loss}
+
+
+def test_a_loss_is_needed_only_for_tpufits_own_step(cores):
+    evaluating, training = OwnTestStep(mlp()), OwnTrainStep(mlp())
+    for model in (evaluating, training):
+        model.compile("sgd")
+    logs = evaluating.evaluate(IMAGES[:64], LABELS[:64], verbose=0, cores=cores, return_dict=True)
+    with torch.no_grad():
+        wrong = on_host(evaluating)(torch.from_numpy(IMAGES[:64])).argmax(-1) != torch.from_numpy(LABELS[:64])
+    assert logs == {"error": pytest.approx(float(wrong.float().mean()))}
+    assert evaluating.test_on_batch(IMAGES[:64], LABELS[:64], return_dict=True) == pytest.approx(logs)
+    assert len(fit(training, cores).history["loss"]) == 1
+    for method, call in {
+        "fit": lambda: fit(evaluating, cores),
+        "evaluate": lambda: training.evaluate(IMAGES[:64], LABELS[:64], verbose=0),
+        "test_on_batch": lambda: training.test_on_batch(IMAGES[:64], LABELS[:64]),
+    }.items():
+        with pytest.raises(NotCompiledError, match=f"{method} needs a loss"):
+            call()
+
+
 @pytest.mark.soak_on(8)
 def test_evaluating_in_a_hook_keeps_training_mode(cores):
     class Look(Callback):

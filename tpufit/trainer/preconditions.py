@@ -1,27 +1,28 @@
 """What must hold before a method trains or evaluates: a compiled model, gradients, weights that learn, one schedule."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from .. import losses
 from ..errors import ArgumentError, NotCompiledError, join_few
-from ..step import Engine, StepMethods
+from ..step import Engine
+from ..step.methods import uses_default
 
 
 def require_compiled(engine: Engine, method: str) -> None:
     """Check that the model has the optimizer and the loss that a method needs; the error names the method.
 
     Raises:
-        NotCompiledError: `compile` wasn't called, or got no loss although no override computes one.
+        NotCompiledError: `compile` wasn't called, or got no loss although the method's step needs one: neither it nor
+            `compute_loss` is overridden.
     """
     if not engine.compiled:
         raise NotCompiledError(
             f"{method} needs a compiled model: call model.compile(optimizer='adamw', loss='cross_entropy') first"
         )
-    kind: Any = type(engine.model)
-    if kind.train_step is StepMethods.train_step and kind.compute_loss is StepMethods.compute_loss:
+    step = "test_step" if method in ("evaluate", "test_on_batch") else "train_step"
+    if uses_default(engine.model, step, "compute_loss"):
         losses.require_loss(engine.config.loss, method)
 
 
