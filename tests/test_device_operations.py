@@ -26,15 +26,26 @@ COMPLEX = {
     "angle of real numbers": lambda z, x: x.angle() + z.real,
     "broadcast": lambda z, x: torch.complex(x, x[:1] * 2) * z,
     "conj_physical": lambda z, x: z.conj_physical(),
+    "cumulative sums of nothing": lambda z, x: z[:0].cumsum(1).sum() + z[:, :0].cumsum(1).sum() + z,
     "divided by a number": lambda z, x: z / (2 - 1j) + z / 3,
     "divided by itself": lambda z, x: z / (z.flip(0) + 2),
     "divided by real numbers": lambda z, x: z / (x.square() + 1) + z / x[0, 0],
+    "inverse": lambda z, x: torch.linalg.inv_ex(z[:, :3] + torch.eye(3).to(x.device) * 4j).inverse,
+    "logarithm of an exponential": lambda z, x: (z * 3).exp().log() + (z * 5).exp().log2() + (z * 7).exp().log10(),
+    "logarithm of sums of exponentials": lambda z, x: (z * 9).logsumexp(1),
+    "logarithm of the exponential of a number": lambda z, x: (z[0, 0] * 99).logsumexp(0),
     "mean": lambda z, x: z.mean(),
     "mean of columns": lambda z, x: z.mean(0, keepdim=True),
     "norm": lambda z, x: torch.linalg.vector_norm(z, dim=1) + z.norm(),
+    "padded": lambda z, x: torch.constant_pad_nd(z, (1, 2, -1, 1), 2 - 1j) + F.pad(z, (1, 2, -1, 1), value=0.5),
     "polar": lambda z, x: torch.polar(z.abs(), x),
+    "power of an exponential": lambda z, x: (z * 3).exp() ** 0.5 + (z * 2).exp() ** (z / 9),
+    "product with factors": lambda z, x: torch.addmm(z[:, :3], z, z.mT, beta=2 - 1j, alpha=1j),
+    "product with real factors": lambda z, x: torch.addmm(z[:, :3], z, z.mT, beta=0.3, alpha=2),
     "real number divided": lambda z, x: x / z,
     "real parts and imaginary ones, in another order": lambda z, x: torch.view_as_real(z).transpose(0, 1),
+    "real powers": lambda z, x: x.exp() ** 2j + (1 + 2j) ** x + z,
+    "root of a square": lambda z, x: (z * z).sqrt() + (z**2).sqrt(),
     "sgn": lambda z, x: z.sgn(),
     "sigmoid": lambda z, x: z.sigmoid(),
     "standard deviation": lambda z, x: z.std(1) + torch.std_mean(z, 0)[1].sum(),
@@ -227,7 +238,7 @@ class Trying(tpufit.Model):
 
 
 def computed(function, tensors):
-    given = [x.clone().requires_grad_(x.is_floating_point()) for x in tensors]
+    given = [x.clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in tensors]
     result = function(*given)
     if not result.requires_grad:
         return [result]
@@ -469,14 +480,28 @@ def test_nan_is_where_pytorch_returns_it(cores):
 
 @pytest.mark.cores(1)
 @pytest.mark.runtime("torch_xla")
-def test_wrong_linear_algebra_is_refused(cores):
+def test_complex_determinants_equal_pytorchs(cores):  # which come from the host
+    device = runtime.placement_on(runtime.start(cores, "test")).device
+    matrices = torch.complex(images(2, 3, 3), images(3, 3, 2).permute(2, 0, 1))
+    ours, pytorchs = (
+        computed(lambda z: parts(sum(torch.linalg.slogdet(z))), [matrices.to(place)]) for place in (device, "cpu")
+    )
+    for one, other in zip(ours, pytorchs, strict=True):
+        torch.testing.assert_close(one.cpu(), other)
+
+
+@pytest.mark.cores(1)
+@pytest.mark.runtime("torch_xla")
+def test_what_the_device_cant_compute_is_refused(cores):
     device = runtime.placement_on(runtime.start(cores, "test")).device
     several = images(5, 5, 5).to(device)
     for function in (torch.linalg.svdvals, torch.svd, torch.linalg.pinv, lambda x: torch.norm(x, "nuc", dim=(1, 2))):
         with pytest.raises(RuntimeError, match=r"one matrix at a time.*\(5, 5, 5\)"):
             function(several)
-    for function in (torch.inverse, torch.linalg.inv):
-        with pytest.raises(RuntimeError, match="can't invert complex matrices"):
-            function(several * 1j)
+    for function in (torch.linalg.svdvals, torch.pinverse, torch.linalg.matrix_rank):
+        with pytest.raises(RuntimeError, match="singular values of a complex matrix"):
+            function(several[0] * 1j)
+    with pytest.raises(RuntimeError, match="no complex32.*cfloat"):
+        (several * 1j).chalf()
     values = torch.stack([torch.linalg.svdvals(one) for one in several])
     torch.testing.assert_close(values.cpu(), torch.linalg.svdvals(images(5, 5, 5)))

@@ -83,6 +83,40 @@ def acosh(native: Native, keys: Any, tensor: Tensor) -> Tensor:
     return torch.where(_part(result, 0) < 0, -result, result) if tensor.is_complex() else result
 
 
+def of_hidden(native: Native, keys: Any, tensor: Tensor, *args: Any) -> Tensor:
+    """`log`, `sqrt` and `pow` of numbers whose origin XLA can't see.
+
+    Else XLA would compute log(exp(z)) as z, sqrt(z * z) as |z|, and pow(exp(z), w) as exp(z * w): right only for
+    positive numbers.
+    """
+    if args and isinstance(args[0], complex):
+        args = (torch.full((), args[0], dtype=torch.result_type(tensor, args[0]), device=tensor.device),)
+        return torch.pow(tensor, *args)  # torch_xla takes a tensor, not a complex number
+    result: Tensor = native(keys, torch.where(tensor == 0, 0, tensor) if tensor.is_complex() else tensor, *args)
+    return result
+
+
+def power_of_number(native: Native, keys: Any, number: Any, exponent: Tensor) -> Tensor:
+    """`pow` of a Python number, which torch_xla refuses if it is complex."""
+    if not isinstance(number, complex):
+        return native(keys, number, exponent)  # type: ignore[no-any-return]
+    dtype = torch.result_type(exponent, number)
+    return torch.pow(torch.full((), number, dtype=dtype, device=exponent.device), exponent)
+
+
+def as_real(matrix: Tensor) -> Tensor:
+    """A real matrix of twice the size, whose products and inverse are those of the complex matrix."""
+    real, imag = _part(matrix, 0), _part(matrix, 1)
+    return torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)
+
+
+def from_real(matrix: Tensor) -> Tensor:
+    """The complex matrix that `as_real` has made real."""
+    rows, columns = (size // 2 for size in matrix.shape[-2:])
+    left = torch.narrow_copy(matrix, -1, 0, columns)
+    return _complex(*(torch.narrow_copy(left, -2, start, rows) for start in (0, rows)))
+
+
 def absolute(tensor: Tensor) -> Tensor:
     """`abs` of complex numbers, which is real. torch_xla's result claims to be complex."""
     first, second = (_part(tensor, number).abs() for number in (0, 1))
@@ -122,6 +156,27 @@ def _with_mean(
     return function(tensor, dim, **kwargs), mean(tensor, dim, kwargs.get("keepdim", False))
 
 
+def _add_product(added: Tensor, first: Tensor, second: Tensor, *, beta: complex = 1, alpha: complex = 1) -> Tensor:
+    """`addmm`, for which torch_xla refuses complex factors."""
+    product = torch.mm(first, second) * alpha
+    return added * beta + product if beta else product
+
+
+def _pad(tensor: Tensor, padding: Sequence[int], value: complex = 0) -> Tensor:
+    """`constant_pad_nd`, for which torch_xla refuses complex values."""
+    values = complex(value).real, complex(value).imag
+    return _complex(*(torch.constant_pad_nd(_part(tensor, i), padding, v) for i, v in enumerate(values)))
+
+
+def _logsumexp(tensor: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
+    """`logsumexp` of complex numbers, which torch_xla refuses."""
+    over = list(dim) or list(range(tensor.dim()))
+    most = _part(tensor, 0).amax(over, True)
+    most = torch.where(most.isinf(), 0, most)
+    result = (tensor - most).exp().sum(over, True).log() + most
+    return result if keepdim else torch.squeeze_copy(result, over)
+
+
 def _is_nan(tensor: Tensor) -> Tensor:
     return _part(tensor, 0).isnan() | _part(tensor, 1).isnan()
 
@@ -133,10 +188,13 @@ def _is_infinite(tensor: Tensor) -> Tensor:
 # These take only an operation's arguments, and replace the native kernel for complex numbers.
 OF_COMPLEX: dict[str, Callable[..., Any]] = {
     "abs": absolute,
+    "addmm": _add_product,
+    "constant_pad_nd": _pad,
     "div.Scalar": _divide,
     "isinf": _is_infinite,
     "isnan": _is_nan,
     "linalg_vector_norm": vector_norm,
+    "logsumexp": _logsumexp,
     "mean": mean,
     "mean.dim": mean,
     "std.correction": _deviation,

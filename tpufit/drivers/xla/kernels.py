@@ -24,10 +24,13 @@ _DIMENSIONS |= {"var.correction": 1, "var_mean.correction": 1}
 _COMPOSED = ("diag", "kl_div", "logdet", "selu", "selu_", "std", "std.dim")
 # torch_xla's kernels for these operations, or for their gradients, refuse tensors without dimensions.
 _OF_NUMBERS = (
-    *("_log_softmax", "_softmax", "cummax", "cummin", "cumprod", "cumsum", "index_add", "index_copy", "index_select"),
-    *("kthvalue", "logsumexp", "masked_scatter", "max.dim", "min.dim", "scatter.src", "scatter.value"),
-    *("scatter_reduce.two", "sum.dim_IntList", "topk"),
+    *("_log_softmax", "_softmax", "all.dim", "any.dim", "cummax", "cummin", "cumprod", "cumsum", "index_add"),
+    *("index_copy", "index_select", "kthvalue", "logsumexp", "masked_scatter", "max.dim", "mean.dim", "min.dim"),
+    *("scatter.src", "scatter.value", "scatter_reduce.two", "sum.dim_IntList", "topk"),
 )
+# The kernels of operations whose first argument may be no tensor, or a tensor on the host.
+_KERNELS_OF_ANY: dict[str, Callable[..., Any]] = {"copy_": reads.copy, "_to_cpu": reads.read_all}
+_KERNELS_OF_ANY |= {"pow.Scalar": complexes.power_of_number}
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -56,7 +59,7 @@ def mend_kernels(backend: str = "XLA") -> None:
         for name, kernel in _kernels().items():
             key, native = redispatch(f"aten::{name}", backend)
             library.impl(name, partial(_on_the_device, kernel, native), key, with_keyset=True)
-        for name, kernel in (("copy_", reads.copy), ("_to_cpu", reads.read_all)):
+        for name, kernel in _KERNELS_OF_ANY.items():
             key, native = redispatch(f"aten::{name}", backend)
             library.impl(name, partial(kernel, native), key, with_keyset=True)
         for name, kernel in _kernels_above_gradients().items():
@@ -69,6 +72,7 @@ def mend_kernels(backend: str = "XLA") -> None:
 def _kernels() -> dict[str, Callable[..., Any]]:
     """Return the kernels that take the native kernel, the dispatcher's keys, and the operation's arguments."""
     kernels: dict[str, Callable[..., Any]] = {"roll": _roll, "glu": _glu}
+    kernels |= dict.fromkeys(("squeeze_copy.dim", "squeeze_copy.dims"), _squeeze)
     kernels |= {"_local_scalar_dense": reads.read, "_to_copy": reads.convert}
     kernels |= {"inverse": _inverse, "linalg_inv_ex": _inverse}
     kernels |= dict.fromkeys(("clamp_max.Tensor", "clamp_min.Tensor"), _broadcast)
@@ -87,6 +91,8 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels |= {"log_sigmoid_forward": activations.logsigmoid, "log_sigmoid_backward": activations.logsigmoid_backward}
     kernels |= {"acosh": complexes.acosh, "view_as_real_copy": complexes.view_as_real}
     kernels |= dict.fromkeys(("sigmoid_backward", "tanh_backward"), complexes.gradient_of_result)
+    kernels |= dict.fromkeys(("log", "log10", "log2", "pow.Tensor_Scalar", "pow.Tensor_Tensor"), complexes.of_hidden)
+    kernels |= {"sqrt": complexes.of_hidden, "cumprod": _cumulate, "cumsum": _cumulate}
     for name, replacement in complexes.OF_COMPLEX.items():
         kernels[name] = partial(_complex_or, replacement, kernels.get(name, _native))
     for name in ("elu", "hardsigmoid", "hardswish", "hardtanh"):
@@ -142,6 +148,11 @@ def _roll(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, 
     return native(keys, tensor, *args, **kwargs) if tensor.numel() else tensor.clone()
 
 
+def _squeeze(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *dims: Any) -> Tensor:
+    """`squeeze`, also of a tensor without dimensions, which torch_xla refuses."""
+    return native(keys, tensor, *dims) if tensor.dim() else tensor.clone()
+
+
 def _diagonal(
     native: Callable[..., Tensor], keys: Any, tensor: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Tensor:
@@ -180,6 +191,11 @@ def _pixel_shuffle(_: Callable[..., Tensor], __: Any, images: Tensor, factor: in
 
 
 def _svd(native: Callable[..., Any], keys: Any, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if matrix.is_complex():
+        raise RuntimeError(
+            "torch_xla can't compute the singular values of a complex matrix, which svd, pinv, cond, matrix_rank, "
+            "lstsq and the nuclear norm need: call f(x.cpu()).to(x.device), on the host"
+        )
     if matrix.dim() > 2:
         raise RuntimeError(
             f"torch_xla computes the singular values of one matrix at a time, but the tensor has shape "
@@ -207,6 +223,14 @@ def _with_dimensions(native: Callable[..., Any], keys: Any, tensor: Tensor, *arg
         return native(keys, tensor, *args, **kwargs)
     operands = [x[None] if isinstance(x, Tensor) and not x.dim() else x for x in (tensor, *args)]
     return tree_map_only(Tensor, lambda result: result.reshape(()), native(keys, *operands, **kwargs))
+
+
+def _cumulate(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`cumsum` and `cumprod`, also of no elements, for which torch_xla's don't compile."""
+    if tensor.numel():
+        return native(keys, tensor, *args, **kwargs)
+    dtype = kwargs.get("dtype") or torch.promote_types(tensor.dtype, torch.int64)
+    return tensor.new_empty(tensor.shape, dtype=dtype)
 
 
 def _extreme_over(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -238,12 +262,12 @@ def _einsum(native: Callable[..., Tensor], keys: Any, equation: str, tensors: li
 
 
 def _inverse(native: Callable[..., Any], keys: Any, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if matrix.is_complex():
-        raise RuntimeError("torch_xla can't invert complex matrices: call torch.linalg.solve(x, identity), on the host")
-    found = native(keys, matrix, *args, **kwargs)
+    """`inv` and `inv_ex`. torch_xla's inverse of complex numbers is wrong, and the errors of `inv_ex` too few."""
+    found = native(keys, complexes.as_real(matrix) if matrix.is_complex() else matrix, *args, **kwargs)
+    inverse: Tensor = found if isinstance(found, Tensor) else found[0]
+    inverse = complexes.from_real(inverse) if matrix.is_complex() else inverse
     if isinstance(found, Tensor):
-        return found
-    inverse, *_ = found  # the second result, one error code for each matrix, has another shape
+        return inverse
     return inverse, torch.zeros(matrix.shape[:-2], dtype=torch.int32, device=matrix.device)
 
 

@@ -34,6 +34,8 @@ def copy(native: Callable[..., Tensor], keys: Any, target: Tensor, source: Tenso
 def convert(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Convert a tensor, as `.to` does: perhaps on the device, perhaps to the host."""
     device = kwargs.get("device")
+    if kwargs.get("dtype") is torch.complex32:
+        raise RuntimeError("torch_xla has no complex32, which chalf() returns: use complex64, e.g. x.cfloat()")
     if device is None or torch.device(device).type == "xla":
         return native(keys, tensor, *args, **kwargs)
     if tensor.dtype is torch.complex128:

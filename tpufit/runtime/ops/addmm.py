@@ -47,5 +47,6 @@ def _add_scaled(*args: Any, beta: float = 1, alpha: float = 1, **others: Any) ->
         return None
     added, first, second = args
     # The sum is rounded once, as in PyTorch.
-    total: Tensor = added.float() * beta + torch.mm(first, second).float() * alpha
+    wide = torch.promote_types(added.dtype, torch.float32)
+    total: Tensor = added.to(wide) * beta + torch.mm(first, second).to(wide) * alpha
     return total.to(added.dtype)

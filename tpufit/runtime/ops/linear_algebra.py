@@ -42,9 +42,12 @@ def householder_product(input: Tensor, tau: Tensor) -> Tensor:
 def slogdet(input: Tensor) -> tuple[Tensor, Tensor]:
     """`torch.linalg.slogdet`, whose gradient in PyTorch needs LU factors that torch_xla doesn't return."""
     if not input.numel() and input.shape[-2:] == (0, 0):
-        return input.new_ones(input.shape[:-2]), input.sum((-2, -1))
-    if input.is_complex():
-        return operation("linalg_slogdet").decompose(input)  # type: ignore[no-any-return]
+        return input.new_ones(input.shape[:-2]), input.abs().sum((-2, -1))
+    if input.is_complex():  # torch_xla's sign of complex numbers is always 1 or -1
+        factors, pivots, _ = torch.linalg.lu_factor_ex(input)
+        diagonal = factors.diagonal(dim1=-2, dim2=-1)
+        swaps = pivots != torch.arange(1, input.shape[-1] + 1, device=input.device)
+        return diagonal.sgn().prod(-1) * (1 - swaps.sum(-1) % 2 * 2), diagonal.abs().log().sum(-1)
     return _LogDeterminant.apply(input)  # type: ignore[no-untyped-call, no-any-return]
 
 
