@@ -59,6 +59,23 @@ def parts(result):
     return torch.view_as_real(result.resolve_conj()) if result.is_complex() else result
 
 
+# Sums of so many elements that bfloat16 would lose most of them.
+OF_MANY = {
+    "averages": lambda x: F.adaptive_avg_pool2d(x, 1) + F.adaptive_avg_pool2d(x, (1, 3)).sum(-1, keepdim=True),
+    "averages of windows": lambda x: F.avg_pool2d(x[None], 40) + F.avg_pool1d(x.flatten(1), 3000)[..., None],
+    "bias of a convolution": lambda x: F.conv2d(x[:, None], x[:1, :1, None, :1], x[0, 1, :1]),
+    "errors": lambda x: F.mse_loss(x, x.flip(0)) + F.smooth_l1_loss(x, x.flip(1), reduction="sum"),
+    "gathered": lambda x: x[0].gather(1, torch.zeros(50, 60, dtype=torch.int64, device=x.device)),
+    "mean and variance": lambda x: sum(torch.var_mean(x, (1, 2))) + torch.std_mean(x, (0, 1))[1].sum(),
+    "norm": lambda x: torch.linalg.vector_norm(x, 3, (1, 2)) + x.norm(),
+    "number": lambda x: x * x[0, 0, 0],
+    "selected": lambda x: x[0].index_select(1, torch.zeros(3000, dtype=torch.int64, device=x.device)),
+    "softmax": lambda x: x * (x.detach().flatten(1).softmax(1) * 3000).reshape(x.shape),
+    "sum": lambda x: x.sum((1, 2)) + x.sum() + x.float().sum((1, 2), dtype=torch.bfloat16),
+    "sums of rows": lambda x: x[0].index_add(
+        0, torch.zeros(100, dtype=torch.int64, device=x.device), x[1:].flatten(0, 1)
+    ),
+}
 EQUAL = (torch.eq, torch.ne)
 ODD = (torch.isnan, torch.isinf, torch.isfinite)
 TENTHS = torch.tensor([0.9, 0.3, 0.0, 1.0, 200.0, 16777216.0])
@@ -138,6 +155,15 @@ RIGHT = {
         f"complex: {name}": (lambda x, f=f: parts(f(torch.complex(x[0], x[1]), x[2])), images(3, 3, 4))
         for name, f in COMPLEX.items()
     },
+    **{f"bfloat16: {name}": (f, (images(3, 50, 60).abs() + 1).bfloat16()) for name, f in OF_MANY.items()},
+    "whole parts of quotients": (
+        lambda x: torch.stack([x.detach() // 0.1, x.detach() // -0.3, 7 // x.detach()]),
+        TENTHS + 1,
+    ),
+    "whole parts of quotients of tensors": (
+        lambda x: torch.stack([y[0] // y[1] for y in (x.detach(), x.bfloat16().detach())]),
+        images(2, 9) * 20,
+    ),
     "logarithm of sums": (lambda x: x.logsumexp(1), images(4, 5)),
     "logarithm of a sum": (lambda x: x.logsumexp((0, 1), keepdim=True), images(4, 5)),
     "determinants": (lambda x: torch.slogdet(x @ x.mT + torch.eye(4).to(x.device))[1], images(3, 4, 4)),
@@ -476,6 +502,15 @@ def test_nan_is_where_pytorch_returns_it(cores):
                 torch.testing.assert_close(
                     one.cpu(), other, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
                 )
+
+
+@pytest.mark.cores(1)
+@pytest.mark.runtime("torch_xla")
+def test_exponential_of_a_matrix_in_bfloat16_is_exact(cores):  # PyTorch's own is NaN, or too large
+    device = runtime.placement_on(runtime.start(cores, "test")).device
+    matrix = images(4, 4).mul(3).bfloat16()
+    for one, exact in zip(*(computed(torch.matrix_exp, [x]) for x in (matrix.to(device), matrix.float())), strict=True):
+        torch.testing.assert_close(one.cpu().float(), exact, rtol=2**-6, atol=2**-6 * float(exact.abs().max()))
 
 
 @pytest.mark.cores(1)

@@ -18,6 +18,16 @@ _DISTINCT = 256  # up to this number, random numbers are rarely equal: once in 5
 # The positions of the dimensions among the arguments of reductions.
 _DIMENSIONS = {"linalg_vector_norm": 2, "mean.dim": 1, "std.correction": 1, "sum.dim_IntList": 1}
 _DIMENSIONS |= {"var.correction": 1, "var_mean.correction": 1}
+_HALF = (torch.bfloat16, torch.float16)
+# These operations of torch_xla add any number of elements, and round each sum to the dtype of the elements: the sum of
+# an image of ones may be 256 in bfloat16.
+_SCATTERS = ("index_add", "scatter_add", "scatter_reduce.two")
+_SUMS = (
+    *("_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "binary_cross_entropy"),
+    *("cumprod", "cumsum", "mean", "mse_loss", "prod", "prod.dim_int", "smooth_l1_loss", "std_mean.correction", "sum"),
+    *(f"_adaptive_avg_pool{n}d{form}" for n in (2, 3) for form in ("", "_backward")),
+    *_DIMENSIONS,
+)
 # PyTorch composes these operations of others. torch_xla's kernels for them have no gradient, which PyTorch warns of,
 # or, for selu, a wrong one. inverse and svd are similar, but their parts don't run on the device, and their gradients
 # are right.
@@ -28,9 +38,6 @@ _OF_NUMBERS = (
     *("index_copy", "index_select", "kthvalue", "logsumexp", "masked_scatter", "max.dim", "mean.dim", "min.dim"),
     *("scatter.src", "scatter.value", "scatter_reduce.two", "sum.dim_IntList", "topk"),
 )
-# The kernels of operations whose first argument may be no tensor, or a tensor on the host.
-_KERNELS_OF_ANY: dict[str, Callable[..., Any]] = {"copy_": reads.copy, "_to_cpu": reads.read_all}
-_KERNELS_OF_ANY |= {"pow.Scalar": complexes.power_of_number}
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -59,7 +66,7 @@ def mend_kernels(backend: str = "XLA") -> None:
         for name, kernel in _kernels().items():
             key, native = redispatch(f"aten::{name}", backend)
             library.impl(name, partial(_on_the_device, kernel, native), key, with_keyset=True)
-        for name, kernel in _KERNELS_OF_ANY.items():
+        for name, kernel in _kernels_of_any().items():
             key, native = redispatch(f"aten::{name}", backend)
             library.impl(name, partial(kernel, native), key, with_keyset=True)
         for name, kernel in _kernels_above_gradients().items():
@@ -72,6 +79,7 @@ def mend_kernels(backend: str = "XLA") -> None:
 def _kernels() -> dict[str, Callable[..., Any]]:
     """Return the kernels that take the native kernel, the dispatcher's keys, and the operation's arguments."""
     kernels: dict[str, Callable[..., Any]] = {"roll": _roll, "glu": _glu}
+    kernels |= {"convolution_backward_overrideable": _convolution_backward}
     kernels |= dict.fromkeys(("squeeze_copy.dim", "squeeze_copy.dims"), _squeeze)
     kernels |= {"_local_scalar_dense": reads.read, "_to_copy": reads.convert}
     kernels |= {"inverse": _inverse, "linalg_inv_ex": _inverse}
@@ -95,6 +103,8 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels |= {"sqrt": complexes.of_hidden, "cumprod": _cumulate, "cumsum": _cumulate}
     for name, replacement in complexes.OF_COMPLEX.items():
         kernels[name] = partial(_complex_or, replacement, kernels.get(name, _native))
+    for name in _SUMS:
+        kernels[name] = partial(_in_float32, kernels.get(name, _native))
     for name in ("elu", "hardsigmoid", "hardswish", "hardtanh"):
         kernels[f"{name}_backward"] = getattr(activations, f"{name}_backward")
     return kernels
@@ -104,14 +114,22 @@ def _kernels_with_gradients() -> dict[str, Callable[..., Any]]:
     """Return the kernels that call operations with gradients; without gradients, the device's kernels remain."""
     kernels: dict[str, Callable[..., Any]] = dict.fromkeys(_OF_NUMBERS, _with_dimensions)
     kernels |= {"_fft_r2c": _transform_real, "gather": gathers.gather, "scatter_add": gathers.scatter_add}
-    return kernels | dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor"), gathers.fill)
+    kernels |= dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor"), gathers.fill)
+    kernels |= {name: partial(_in_float32, kernels.get(name, _native)) for name in _SCATTERS}
+    return kernels | {_in_place(name): _add_in_place(name) for name in _SCATTERS}
+
+
+def _kernels_of_any() -> dict[str, Callable[..., Any]]:
+    """Return the kernels of operations whose first argument may be a number, or a tensor on the host."""
+    kernels = {"copy_": reads.copy, "_to_cpu": reads.read_all, "pow.Scalar": complexes.power_of_number}
+    return kernels | {"div.Tensor_mode": _floor_divide, "floor_divide": _floor_divide}
 
 
 def _kernels_above_gradients() -> dict[str, Callable[..., Any]]:
     """Return the kernels of operations for which torch_xla has gradients; their arguments are as in `_kernels`."""
     kernels: dict[str, Callable[..., Any]] = {"avg_pool2d": pools.avg_pool, "avg_pool3d": pools.avg_pool}
-    kernels |= {"max_pool2d": pools.max_pool, "max_pool3d": pools.max_pool}
-    kernels = {name: partial(kernel, name) for name, kernel in kernels.items()}
+    kernels = {name: partial(_in_float32, partial(kernel, name)) for name, kernel in kernels.items()}
+    kernels |= {name: partial(pools.max_pool, name) for name in ("max_pool2d", "max_pool3d")}
     kernels |= {f"replication_pad{n}d": gathers.replicate for n in (1, 2, 3)} | {"cdist": _cdist}
     return {name: partial(_on_the_device, kernel) for name, kernel in kernels.items()} | {"einsum": _einsum}
 
@@ -215,6 +233,60 @@ def _complex_or(
 
 def _native(native: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
     return native(keys, *args, **kwargs)
+
+
+def _in_float32(kernel: Callable[..., Any], native: Any, keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call a kernel that adds elements in float32 instead of 16 bits, as PyTorch does, and round the result once."""
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if dtype not in _HALF:
+        return kernel(native, keys, tensor, *args, **kwargs)
+    if kwargs.get("dtype"):
+        kwargs["dtype"] = torch.float32
+    wide = [x.float() if isinstance(x, Tensor) and x.dtype is tensor.dtype else x for x in args]
+    result = kernel(native, keys, tensor.float(), *wide, **kwargs)
+    return tree_map_only(Tensor, lambda one: one.to(dtype), result)
+
+
+def _convolution_backward(native: Callable[..., Any], keys: Any, gradient: Tensor, *args: Any) -> Any:
+    """The gradients of a convolution, of which that of the bias is a sum, see `_SUMS`."""
+    *options, (of_input, of_weight, of_bias) = args
+    if gradient.dtype not in _HALF or not of_bias:
+        return native(keys, gradient, *args)
+    inner, outer, _ = native(keys, gradient, *options, [of_input, of_weight, False])
+    return inner, outer, gradient.sum([0, *range(2, gradient.dim())])
+
+
+def _floor_divide(native: Callable[..., Tensor], keys: Any, first: Any, second: Any, **mode: str | None) -> Tensor:
+    """`floor_divide`, and `div` with a mode. torch_xla rounds a quotient before its floor: 1 // 0.1 would be 10."""
+    dtype = torch.result_type(first, second)
+    devices = [x.device for x in (first, second) if isinstance(x, Tensor) and x.device.type == "xla"]
+    if mode.get("rounding_mode", "floor") != "floor" or not dtype.is_floating_point or not devices:
+        return native(keys, first, second, **mode)
+    wide = torch.promote_types(dtype, torch.float32)
+    first, second = (
+        x.to(wide) if isinstance(x, Tensor) else torch.full((), x, dtype=wide, device=devices[0])
+        for x in (first, second)
+    )
+    rest = torch.fmod(first, second)
+    down = (rest != 0) & ((rest < 0) != (second < 0))
+    quotient = ((first - rest) / second).round() - down.to(wide)
+    return torch.where(second == 0, first / second, quotient).to(dtype)
+
+
+def _in_place(name: str) -> str:
+    packet, dot, overload = name.partition(".")
+    return f"{packet}_{dot}{overload}"
+
+
+def _add_in_place(name: str) -> Callable[..., Any]:
+    """Return a kernel for an operation's form that modifies a tensor, which gradients of gathers call."""
+
+    def kernel(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype in _HALF:
+            return tensor.copy_(operation(name)(tensor, *args, **kwargs))
+        return native(keys, tensor, *args, **kwargs)
+
+    return kernel
 
 
 def _with_dimensions(native: Callable[..., Any], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -58,6 +58,8 @@ def matrix_exp(input: Tensor) -> Tensor:
     """
     if not input.numel():
         return input.clone()
+    if input.dtype in (torch.bfloat16, torch.float16):  # 16 bits would be too few for squares of squares
+        return matrix_exp(input.float()).to(input.dtype)
     norm = input.detach().abs().sum(-2, keepdim=True).amax(-1, keepdim=True)
     halvings = torch.log2(norm.clamp_min(0.5) * 2).ceil()
     small = input
