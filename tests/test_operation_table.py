@@ -8,14 +8,24 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("operation_table.py")
 PARTS = 10
+# Attention rounds its scores to bfloat16, as a product does, and PyTorch on CPUs doesn't. The table's scores are about
+# 80, so that a weight is off by a sixth.
+ROUNDED = {"bfloat16": {"nn_functional_scaled_dot_product_attention"}}
+
+
+def cases():
+    for dtype in ("float32", "complex64", "bfloat16"):
+        for cores in (1, 8):
+            for part in range(1, PARTS + 1):
+                quick = (dtype, cores, part) == ("float32", 1, 1)
+                yield pytest.param(dtype, cores, part, marks=[] if quick else pytest.mark.soak)
 
 
 @pytest.mark.slow
 @pytest.mark.runtime("torch_xla")
-@pytest.mark.parametrize("part", [1, *(pytest.param(i, marks=pytest.mark.soak) for i in range(2, PARTS + 1))])
-@pytest.mark.parametrize("cores", [1, pytest.param(8, marks=pytest.mark.soak)])
-def test_no_operation_differs_from_pytorch_without_an_error(run_python, cores, part):
-    arguments = [str(SCRIPT), "--cores", str(cores), "--part", f"{part}/{PARTS}"]
+@pytest.mark.parametrize(("dtype", "cores", "part"), cases())
+def test_no_operation_differs_from_pytorch_without_an_error(run_python, dtype, cores, part):
+    arguments = [str(SCRIPT), "--dtype", dtype, "--cores", str(cores), "--part", f"{part}/{PARTS}"]
     code = f"""
         import runpy, sys
         sys.argv = {arguments}
@@ -24,8 +34,14 @@ def test_no_operation_differs_from_pytorch_without_an_error(run_python, cores, p
     done = run_python(textwrap.dedent(code), timeout=900)
     assert done.returncode == 0, done.stderr
     verdicts = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(verdicts) > 30 and sum(row["samples"] for row in verdicts) > 60
+    assert len(verdicts) > 20 and sum(row["samples"] for row in verdicts) > 40
     silent = {
-        row["operation"]: [fault for fault in row["faults"] if fault.startswith(("wrong", "ended"))] for row in verdicts
+        row["operation"]: [
+            fault
+            for fault in row["faults"]
+            if fault.startswith("ended")
+            or (fault.startswith("wrong") and row["operation"] not in ROUNDED.get(dtype, ()))
+        ]
+        for row in verdicts
     }
     assert {name: faults for name, faults in silent.items() if faults} == {}
