@@ -121,7 +121,8 @@ def _kernels_with_gradients() -> dict[str, Callable[..., Any]]:
 
 def _kernels_of_any() -> dict[str, Callable[..., Any]]:
     """Return the kernels of operations whose first argument may be a number, or a tensor on the host."""
-    kernels = {"copy_": reads.copy, "_to_cpu": reads.read_all, "pow.Scalar": complexes.power_of_number}
+    kernels: dict[str, Callable[..., Any]] = {"copy_": reads.copy, "_to_cpu": reads.read_all}
+    kernels |= {"pow.Scalar": complexes.power_of_number}
     return kernels | {"div.Tensor_mode": _floor_divide, "floor_divide": _floor_divide}
 
 
