@@ -23,7 +23,7 @@ def cases():
 
 @pytest.mark.slow
 @pytest.mark.runtime("torch_xla")
-@pytest.mark.parametrize(("dtype", "cores", "part"), cases())
+@pytest.mark.parametrize(("dtype", "cores", "part"), list(cases()))
 def test_no_operation_differs_from_pytorch_without_an_error(run_python, dtype, cores, part):
     arguments = [str(SCRIPT), "--dtype", dtype, "--cores", str(cores), "--part", f"{part}/{PARTS}"]
     code = f"""
