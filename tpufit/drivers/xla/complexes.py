@@ -48,6 +48,8 @@ def _divide(first: Any, second: Any) -> Tensor:
         divisor = torch.unsqueeze_copy(second, -1) if isinstance(second, Tensor) and second.dim() else second
         result = torch.view_as_complex_copy(torch.view_as_real_copy(first) / divisor)
     else:
+        if not torch.result_type(first, second).is_floating_point:  # torch_xla would divide uint8 by 253, not -3
+            first = first.to(torch.get_default_dtype())
         result = torch.ops.aten.div.Tensor_mode(first, second, rounding_mode=None)
     return result
 

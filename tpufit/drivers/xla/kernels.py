@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...runtime.ops.native import operation
-from . import activations, comparisons, complexes, fourier, gathers, ordering, pools, reads
+from . import activations, comparisons, complexes, fourier, gathers, ordering, pools, promotion, reads
 from .release import redispatch
 
 _DISTINCT = 256  # up to this number, random numbers are rarely equal: once in 500 times
@@ -47,8 +47,8 @@ def mend_kernels(backend: str = "XLA") -> None:
     `roll` of an empty tensor divides by zero. `randperm` doesn't compile if several cores share the rows that it
     shuffles. An empty list of dimensions should mean all dimensions, but reduces none. Diagonals of a tensor's first
     two dimensions, `pixel_shuffle` by a second factor, and singular values of several matrices are wrong.
-    The modules `activations`, `comparisons`, `complexes`, `fourier`, `ordering`, `pools` and `reads` describe the other
-    differences.
+    The modules `activations`, `comparisons`, `complexes`, `fourier`, `ordering`, `pools`, `promotion` and `reads`
+    describe the other differences.
     """
     if backend in _libraries:
         return
@@ -83,12 +83,11 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels |= dict.fromkeys(("squeeze_copy.dim", "squeeze_copy.dims"), _squeeze)
     kernels |= {"_local_scalar_dense": reads.read, "_to_copy": reads.convert}
     kernels |= {"inverse": _inverse, "linalg_inv_ex": _inverse}
-    kernels |= dict.fromkeys(("clamp_max.Tensor", "clamp_min.Tensor"), _broadcast)
     kernels |= {"_linalg_svd": _svd, "pixel_shuffle": _pixel_shuffle, "svd": _svd}
     kernels |= {"as_strided_scatter": gathers.as_strided_scatter, "repeat": gathers.repeat}
     kernels |= {name: partial(_over_all, position) for name, position in _DIMENSIONS.items()}
     kernels |= {"diagonal": _diagonal, "diagonal_copy": _diagonal, "diagonal_scatter": _diagonal_scatter}
-    kernels |= comparisons.OWN
+    kernels |= comparisons.OWN | promotion.OWN
     kernels |= dict.fromkeys(("argmax", "argmin"), ordering.arg_extreme)
     kernels |= dict.fromkeys(("max.dim", "min.dim"), ordering.extreme)
     kernels |= dict.fromkeys(("max", "min"), ordering.extreme_of)
@@ -99,8 +98,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels |= {"log_sigmoid_forward": activations.logsigmoid, "log_sigmoid_backward": activations.logsigmoid_backward}
     kernels |= {"acosh": complexes.acosh, "view_as_real_copy": complexes.view_as_real}
     kernels |= dict.fromkeys(("sigmoid_backward", "tanh_backward"), complexes.gradient_of_result)
-    kernels |= dict.fromkeys(("log", "log10", "log2", "pow.Tensor_Scalar", "pow.Tensor_Tensor"), complexes.of_hidden)
-    kernels |= {"sqrt": complexes.of_hidden, "cumprod": _cumulate, "cumsum": _cumulate}
+    kernels |= dict.fromkeys(("log", "log10", "log2", "pow.Tensor_Scalar", "sqrt"), complexes.of_hidden)
     for name, replacement in complexes.OF_COMPLEX.items():
         kernels[name] = partial(_complex_or, replacement, kernels.get(name, _native))
     for name in _SUMS:
@@ -136,10 +134,11 @@ def _kernels_above_gradients() -> dict[str, Callable[..., Any]]:
 
 
 def _on_the_device(
-    kernel: Callable[..., Any], native: Callable[..., Any], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any
+    kernel: Callable[..., Any], native: Callable[..., Any], keys: Any, tensor: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a kernel for tensors of the device, and the native kernel for others, which torch_xla 2.8 passes too."""
-    if tensor.device.type != "xla":
+    first = tensor if isinstance(tensor, Tensor) else args[0]  # of a number and a tensor, the number may be the first
+    if first.device.type != "xla":
         return native(keys, tensor, *args, **kwargs)
     return kernel(native, keys, tensor, *args, **kwargs)
 
@@ -298,20 +297,14 @@ def _with_dimensions(native: Callable[..., Any], keys: Any, tensor: Tensor, *arg
     return tree_map_only(Tensor, lambda result: result.reshape(()), native(keys, *operands, **kwargs))
 
 
-def _cumulate(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`cumsum` and `cumprod`, also of no elements, for which torch_xla's don't compile."""
-    if tensor.numel():
-        return native(keys, tensor, *args, **kwargs)
-    dtype = kwargs.get("dtype") or torch.promote_types(tensor.dtype, torch.int64)
-    return tensor.new_empty(tensor.shape, dtype=dtype)
-
-
 def _extreme_over(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return ordering.extreme_of(partial(_over_all, 1, native), keys, tensor, *args, **kwargs)
 
 
 def _over_all(position: int, native: Callable[..., Any], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Reduce all dimensions if the argument at this position is an empty list."""
+    if kwargs.get("dtype") is not None:  # torch_xla would compute the mean of integers in integers
+        tensor = tensor.to(kwargs["dtype"])
     before, dims, after = args[: position - 1], args[position - 1 : position] or ([],), args[position:]
     if len(before) == position - 1 and dims[0] is not None and not dims[0]:
         return native(keys, tensor, *before, list(range(tensor.dim())), *after, **kwargs)
@@ -348,11 +341,6 @@ def _cdist(native: Callable[..., Tensor], keys: Any, first: Tensor, second: Tens
     """`cdist` of stacks of one shape; torch_xla's doesn't broadcast them."""
     stacks = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
     return native(keys, *(points.expand(*stacks, *points.shape[-2:]) for points in (first, second)), *args)
-
-
-def _broadcast(native: Callable[..., Tensor], keys: Any, *tensors: Tensor) -> Tensor:
-    """Call an operation on tensors of one shape; torch_xla's raises an error for tensors of different ranks."""
-    return native(keys, *torch.broadcast_tensors(*tensors))
 
 
 def _glu(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any) -> Tensor:

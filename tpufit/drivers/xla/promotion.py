@@ -1,0 +1,152 @@
+"""Operations on operands of several dtypes, which torch_xla often computes in the dtype of one operand.
+
+Each function takes the native kernel and the dispatcher's keys, then the operation's arguments.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...runtime.ops.native import Native
+from . import complexes
+
+# The operations whose operands torch_xla leaves in several dtypes.
+_MIXED = ("addcdiv", "addcmul", "clamp.Tensor", "fmod.Tensor", "maximum", "minimum")
+_MIXED += tuple(f"bitwise_{name}.Tensor" for name in ("and", "or", "xor"))
+_MIXED += tuple(f"{name}.Tensor" for name in ("eq", "ne", "ge", "gt", "le", "lt"))
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+# The operations that compute floating-point numbers.
+_FLOATING = ("atan2", "reciprocal", "xlogy.Tensor")
+
+
+def find_dtype(*operands: Any) -> torch.dtype:
+    """Return the dtype that operands have together: PyTorch ranks tensors above tensors of one number, and numbers."""
+    ranked = sorted(operands, key=lambda operand: 2 if not isinstance(operand, Tensor) else int(not operand.dim()))
+    common = ranked[0]
+    for operand in ranked[1:]:
+        shape = (1,) if common.dim() else ()
+        common = torch.empty(shape, dtype=torch.result_type(common, operand), device="meta")
+    dtype: torch.dtype = common.dtype
+    return dtype
+
+
+def promote(native: Native, keys: Any, *operands: Any, floating: bool = False, **kwargs: Any) -> Any:
+    """Call an operation on tensors of the dtype that its operands have together."""
+    return native(keys, *_convert(operands, floating), **kwargs)
+
+
+def _where(native: Native, keys: Any, condition: Tensor, *operands: Any) -> Any:
+    return native(keys, condition, *_convert(operands))
+
+
+def _clamp(native: Native, keys: Any, tensor: Tensor, *bounds: float | None) -> Any:
+    """`clamp`, `clamp_max` and `clamp_min` by numbers."""
+    dtype = find_dtype(tensor, *(bound for bound in bounds if bound is not None))
+    return native(keys, tensor.to(dtype), *bounds)
+
+
+def _clamp_to_tensors(native: Native, keys: Any, *operands: Any) -> Any:
+    """`clamp_max` and `clamp_min`, also of tensors of different ranks, which torch_xla refuses."""
+    return native(keys, *torch.broadcast_tensors(*_convert(operands)))
+
+
+def _convert(operands: Sequence[Any], floating: bool = False) -> list[Any]:
+    """Convert tensors and numbers to tensors of their common dtype; None stays."""
+    given = [operand for operand in operands if operand is not None]
+    dtype = find_dtype(*given)
+    if floating and not dtype.is_floating_point and not dtype.is_complex:
+        dtype = torch.get_default_dtype()
+    device = next(operand.device for operand in given if isinstance(operand, Tensor))
+    return [
+        operand.to(dtype)
+        if isinstance(operand, Tensor)
+        else None
+        if operand is None
+        else torch.full((), operand, dtype=dtype, device=device)
+        for operand in operands
+    ]
+
+
+def _remainder(_: Native, __: Any, tensor: Tensor, divisor: Any) -> Tensor:
+    """`remainder`, which has the sign of the divisor. torch_xla's is wrong for int8, and for a divisor of 0."""
+    if find_dtype(tensor, divisor) is torch.bool:
+        raise NotImplementedError("'remainder' isn't implemented for bool: convert one operand to an integer dtype")
+    tensor, divisor = _convert((tensor, divisor))
+    rest = torch.fmod(tensor, divisor)
+    return torch.where((rest != 0) & ((rest < 0) != (divisor < 0)), rest + divisor, rest)
+
+
+def _divide(native: Native, keys: Any, tensor: Tensor, divisor: Any, *, rounding_mode: str | None) -> Tensor:
+    """`div` with a rounding mode. torch_xla takes the floor of a rounded quotient: 20 for 6 // 0.3, and PyTorch 19."""
+    if rounding_mode is not None:
+        tensor, divisor = _convert((tensor, divisor))
+    if rounding_mode == "floor" and tensor.is_floating_point():
+        return _divide_exactly(tensor, divisor)
+    result: Tensor = native(keys, tensor, divisor, rounding_mode=rounding_mode)
+    return result
+
+
+def _floor_divide(_: Native, __: Any, tensor: Tensor, divisor: Any) -> Tensor:
+    return torch.div(tensor, divisor, rounding_mode="floor")
+
+
+def _divide_exactly(tensor: Tensor, divisor: Tensor) -> Tensor:
+    """Return the floor of a quotient of real numbers, as Python does: by the remainder."""
+    rest = torch.fmod(tensor, divisor)
+    quotient = (tensor - rest) / divisor  # a whole number, but for its rounding
+    quotient = torch.where((rest != 0) & ((rest < 0) != (divisor < 0)), quotient - 1, quotient).round()
+    rounded = tensor / divisor
+    return torch.where(divisor == 0, rounded, torch.where(quotient == 0, torch.copysign(quotient, rounded), quotient))
+
+
+def _shift_right(native: Native, keys: Any, tensor: Tensor, bits: Any) -> Tensor:
+    """`>>`, which keeps the sign. torch_xla shifts zeros into negative numbers."""
+    tensor, bits = _convert((tensor, bits))
+    shifted: Tensor = native(keys, tensor, bits)
+    return torch.where(tensor < 0, ~native(keys, ~tensor, bits), shifted) if tensor.dtype in _SIGNED else shifted
+
+
+def _shift_left(native: Native, keys: Any, tensor: Tensor, bits: Any) -> Any:
+    return native(keys, *_convert((tensor, bits)))
+
+
+def _shift(operation: Callable[..., Tensor], _: Native, __: Any, tensor: Tensor, bits: Any) -> Tensor:
+    """`<<` or `>>` by a number too, which torch_xla takes for an int64."""
+    return operation(*_convert((tensor, bits)))
+
+
+def _power(native: Native, keys: Any, tensor: Any, exponent: Any) -> Tensor:
+    """`pow`, which is -1 for -1 and an odd exponent; torch_xla's is 0 if an integer exponent is negative."""
+    tensor, exponent = _convert((tensor, exponent))
+    result: Tensor = complexes.of_hidden(native, keys, tensor, exponent)
+    if tensor.dtype not in _SIGNED:
+        return result
+    return torch.where((tensor == -1) & (exponent % 2 == 1), -1, result)
+
+
+def _cumulate(native: Native, keys: Any, tensor: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """`cumsum` and `cumprod`: of integers as int64 and of no elements, which torch_xla can't compile."""
+    if dtype is None and not tensor.is_floating_point() and not tensor.is_complex():
+        dtype = torch.int64
+    tensor = tensor if dtype is None else tensor.to(dtype)
+    result: Tensor = native(keys, tensor, dim) if tensor.numel() else tensor.clone()
+    return result
+
+
+OWN: dict[str, Callable[..., Any]] = dict.fromkeys(_MIXED, promote)
+OWN |= dict.fromkeys(_FLOATING, partial(promote, floating=True))
+OWN |= dict.fromkeys(("clamp", "clamp_max", "clamp_min"), _clamp) | {"where.self": _where}
+OWN |= dict.fromkeys(("clamp_max.Tensor", "clamp_min.Tensor"), _clamp_to_tensors)
+OWN |= dict.fromkeys(("remainder.Scalar", "remainder.Tensor"), _remainder)
+OWN |= {"cumprod": _cumulate, "cumsum": _cumulate, "div.Tensor_mode": _divide, "floor_divide": _floor_divide}
+OWN |= {
+    "bitwise_left_shift.Tensor": _shift_left,
+    "bitwise_right_shift.Tensor": _shift_right,
+    "pow.Tensor_Tensor": _power,
+}
+for _overload in ("Scalar", "Tensor"):
+    OWN[f"__lshift__.{_overload}"] = partial(_shift, torch.bitwise_left_shift)
+    OWN[f"__rshift__.{_overload}"] = partial(_shift, torch.bitwise_right_shift)
