@@ -201,6 +201,7 @@ RIGHT = {
         lambda x: x.as_strided_scatter(x[0, :2, :2] * 2, (2, 2), (3, 2), 1),
         images(3, 4, 5),
     ),
+    "floors of quotients": (lambda x: torch.stack([(x.detach() * 10) // n for n in (0.3, 0.1, 3, -0.3)]), TENTHS),
     "no elements gathered": (lambda x: x.sum() + x.gather(0, x.new_zeros(0, 2, 3, dtype=torch.int64)).sum(), images(4)),
     "nothing repeated": (lambda x: torch.cat([x.repeat(0, 2), x.repeat(1, 2)]), images(3, 2)),
     "no matrix": (lambda x: x.sum() + x[:0, :0].matrix_exp().sum() + torch.logdet(x[:0, :0]), images(3, 3)),

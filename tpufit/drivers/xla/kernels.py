@@ -98,7 +98,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels |= {"log_sigmoid_forward": activations.logsigmoid, "log_sigmoid_backward": activations.logsigmoid_backward}
     kernels |= {"acosh": complexes.acosh, "view_as_real_copy": complexes.view_as_real}
     kernels |= dict.fromkeys(("sigmoid_backward", "tanh_backward"), complexes.gradient_of_result)
-    kernels |= dict.fromkeys(("log", "log10", "log2", "pow.Tensor_Scalar", "sqrt"), complexes.of_hidden)
+    kernels |= dict.fromkeys(("log", "log10", "log2", "sqrt"), complexes.of_hidden)
     for name, replacement in complexes.OF_COMPLEX.items():
         kernels[name] = partial(_complex_or, replacement, kernels.get(name, _native))
     for name in _SUMS:
@@ -120,8 +120,7 @@ def _kernels_with_gradients() -> dict[str, Callable[..., Any]]:
 def _kernels_of_any() -> dict[str, Callable[..., Any]]:
     """Return the kernels of operations whose first argument may be a number, or a tensor on the host."""
     kernels: dict[str, Callable[..., Any]] = {"copy_": reads.copy, "_to_cpu": reads.read_all}
-    kernels |= {"pow.Scalar": complexes.power_of_number}
-    return kernels | {"div.Tensor_mode": _floor_divide, "floor_divide": _floor_divide}
+    return kernels | {"pow.Scalar": complexes.power_of_number}
 
 
 def _kernels_above_gradients() -> dict[str, Callable[..., Any]]:
@@ -254,23 +253,6 @@ def _convolution_backward(native: Callable[..., Any], keys: Any, gradient: Tenso
         return native(keys, gradient, *args)
     inner, outer, _ = native(keys, gradient, *options, [of_input, of_weight, False])
     return inner, outer, gradient.sum([0, *range(2, gradient.dim())])
-
-
-def _floor_divide(native: Callable[..., Tensor], keys: Any, first: Any, second: Any, **mode: str | None) -> Tensor:
-    """`floor_divide`, and `div` with a mode. torch_xla rounds a quotient before its floor: 1 // 0.1 would be 10."""
-    dtype = torch.result_type(first, second)
-    devices = [x.device for x in (first, second) if isinstance(x, Tensor) and x.device.type == "xla"]
-    if mode.get("rounding_mode", "floor") != "floor" or not dtype.is_floating_point or not devices:
-        return native(keys, first, second, **mode)
-    wide = torch.promote_types(dtype, torch.float32)
-    first, second = (
-        x.to(wide) if isinstance(x, Tensor) else torch.full((), x, dtype=wide, device=devices[0])
-        for x in (first, second)
-    )
-    rest = torch.fmod(first, second)
-    down = (rest != 0) & ((rest < 0) != (second < 0))
-    quotient = ((first - rest) / second).round() - down.to(wide)
-    return torch.where(second == 0, first / second, quotient).to(dtype)
 
 
 def _in_place(name: str) -> str:

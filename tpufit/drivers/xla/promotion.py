@@ -14,9 +14,11 @@ from ...runtime.ops.native import Native
 from . import complexes
 
 # The operations whose operands torch_xla leaves in several dtypes.
-_MIXED = ("addcdiv", "addcmul", "clamp.Tensor", "fmod.Tensor", "maximum", "minimum")
-_MIXED += tuple(f"bitwise_{name}.Tensor" for name in ("and", "or", "xor"))
-_MIXED += tuple(f"{name}.Tensor" for name in ("eq", "ne", "ge", "gt", "le", "lt"))
+_MIXED = (
+    *("addcdiv", "addcmul", "clamp.Tensor", "fmod.Tensor", "maximum", "minimum"),
+    *("bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_xor.Tensor"),
+    *("eq.Tensor", "ge.Tensor", "gt.Tensor", "le.Tensor", "lt.Tensor", "ne.Tensor"),
+)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 # The operations that compute floating-point numbers.
 _FLOATING = ("atan2", "reciprocal", "xlogy.Tensor")
@@ -24,6 +26,8 @@ _FLOATING = ("atan2", "reciprocal", "xlogy.Tensor")
 
 def find_dtype(*operands: Any) -> torch.dtype:
     """Return the dtype that operands have together: PyTorch ranks tensors above tensors of one number, and numbers."""
+    if all(isinstance(operand, Tensor) for operand in operands) and len({t.dtype for t in operands}) == 1:
+        return operands[0].dtype  # type: ignore[no-any-return]
     ranked = sorted(operands, key=lambda operand: 2 if not isinstance(operand, Tensor) else int(not operand.dim()))
     common = ranked[0]
     for operand in ranked[1:]:
@@ -84,7 +88,8 @@ def _divide(native: Native, keys: Any, tensor: Tensor, divisor: Any, *, rounding
     if rounding_mode is not None:
         tensor, divisor = _convert((tensor, divisor))
     if rounding_mode == "floor" and tensor.is_floating_point():
-        return _divide_exactly(tensor, divisor)
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        return _divide_exactly(tensor.to(wide), divisor.to(wide)).to(tensor.dtype)
     result: Tensor = native(keys, tensor, divisor, rounding_mode=rounding_mode)
     return result
 
@@ -99,7 +104,7 @@ def _divide_exactly(tensor: Tensor, divisor: Tensor) -> Tensor:
     quotient = (tensor - rest) / divisor  # a whole number, but for its rounding
     quotient = torch.where((rest != 0) & ((rest < 0) != (divisor < 0)), quotient - 1, quotient).round()
     rounded = tensor / divisor
-    return torch.where(divisor == 0, rounded, torch.where(quotient == 0, torch.copysign(quotient, rounded), quotient))
+    return torch.where(divisor == 0, rounded, torch.where(quotient == 0, rounded * 0, quotient))
 
 
 def _shift_right(native: Native, keys: Any, tensor: Tensor, bits: Any) -> Tensor:
@@ -127,8 +132,19 @@ def _power(native: Native, keys: Any, tensor: Any, exponent: Any) -> Tensor:
     return torch.where((tensor == -1) & (exponent % 2 == 1), -1, result)
 
 
+def _power_by_number(native: Native, keys: Any, tensor: Tensor, exponent: Any) -> Tensor:
+    if tensor.dtype is torch.bool:  # torch_xla has no power of bools by a number
+        return tensor | (not exponent) if isinstance(exponent, bool) else torch.pow(*_convert((tensor, exponent)))
+    return complexes.of_hidden(native, keys, tensor, exponent)
+
+
+def _mean(native: Native, keys: Any, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    """`mean`, also of integers in another dtype, which torch_xla would compute in integers."""
+    return native(keys, tensor if dtype is None else tensor.to(dtype), dtype=dtype)
+
+
 def _cumulate(native: Native, keys: Any, tensor: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """`cumsum` and `cumprod`: of integers as int64 and of no elements, which torch_xla can't compile."""
+    """`cumsum` and `cumprod` of integers as int64, not in their dtype; and of no elements, which doesn't compile."""
     if dtype is None and not tensor.is_floating_point() and not tensor.is_complex():
         dtype = torch.int64
     tensor = tensor if dtype is None else tensor.to(dtype)
@@ -142,11 +158,8 @@ OWN |= dict.fromkeys(("clamp", "clamp_max", "clamp_min"), _clamp) | {"where.self
 OWN |= dict.fromkeys(("clamp_max.Tensor", "clamp_min.Tensor"), _clamp_to_tensors)
 OWN |= dict.fromkeys(("remainder.Scalar", "remainder.Tensor"), _remainder)
 OWN |= {"cumprod": _cumulate, "cumsum": _cumulate, "div.Tensor_mode": _divide, "floor_divide": _floor_divide}
-OWN |= {
-    "bitwise_left_shift.Tensor": _shift_left,
-    "bitwise_right_shift.Tensor": _shift_right,
-    "pow.Tensor_Tensor": _power,
-}
+OWN |= {"mean": _mean, "pow.Tensor_Scalar": _power_by_number, "pow.Tensor_Tensor": _power}
+OWN |= {"bitwise_left_shift.Tensor": _shift_left, "bitwise_right_shift.Tensor": _shift_right}
 for _overload in ("Scalar", "Tensor"):
     OWN[f"__lshift__.{_overload}"] = partial(_shift, torch.bitwise_left_shift)
     OWN[f"__rshift__.{_overload}"] = partial(_shift, torch.bitwise_right_shift)
