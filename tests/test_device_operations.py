@@ -201,6 +201,15 @@ RIGHT = {
         lambda x: x.as_strided_scatter(x[0, :2, :2] * 2, (2, 2), (3, 2), 1),
         images(3, 4, 5),
     ),
+    **{
+        f"rows selected by {name}": (lambda x, f=f: x.index_select(0, f(x[:, 0])), images(4, 3))
+        for name, f in {
+            "their order": lambda x: x.sort()[1],
+            "their rank": lambda x: x.topk(2)[1],
+            "their order as integers": lambda x: (x * 100).int().argsort(stable=True),
+            "their maximum": lambda x: (x * 100).int().max(0, keepdim=True)[1],
+        }.items()
+    },
     "floors of quotients": (lambda x: torch.stack([(x.detach() * 10) // n for n in (0.3, 0.1, 3, -0.3)]), TENTHS),
     "no elements gathered": (lambda x: x.sum() + x.gather(0, x.new_zeros(0, 2, 3, dtype=torch.int64)).sum(), images(4)),
     "nothing repeated": (lambda x: torch.cat([x.repeat(0, 2), x.repeat(1, 2)]), images(3, 2)),

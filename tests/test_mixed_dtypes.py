@@ -49,6 +49,11 @@ OF_INTEGERS = {
     "cumsum": lambda a: a.cumsum(1),
     "mean": lambda a: a.mean(dtype=torch.float32),
     "means of rows": lambda a: a.mean(1, dtype=torch.float32),
+    **{
+        name: getattr(torch, name)
+        for name in ("acos", "asinh", "atan", "cos", "erf", "exp", "log1p", "rsqrt", "sigmoid", "sqrt", "tanh")
+    },
+    "logsumexp": lambda a: a.logsumexp(1),
     "positions": lambda a: (a > 0).cumsum(1) - 1,
     "prod": lambda a: a.prod(1),
     "reciprocal": torch.reciprocal,

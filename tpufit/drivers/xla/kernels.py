@@ -101,6 +101,8 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels |= dict.fromkeys(("log", "log10", "log2", "sqrt"), complexes.of_hidden)
     for name, replacement in complexes.OF_COMPLEX.items():
         kernels[name] = partial(_complex_or, replacement, kernels.get(name, _native))
+    for name in promotion.OF_INTEGERS:
+        kernels[name] = partial(promotion.make_floating, kernels.get(name, _native))
     for name in _SUMS:
         kernels[name] = partial(_in_float32, kernels.get(name, _native))
     for name in ("elu", "hardsigmoid", "hardswish", "hardtanh"):

@@ -34,7 +34,8 @@ def extreme(native: Native, keys: Any, tensor: Tensor, dim: int, keepdim: bool =
     lowest number is infinite.
     """
     if not tensor.is_floating_point():
-        return native(keys, tensor, dim, keepdim)  # type: ignore[no-any-return]
+        values, indices = native(keys, tensor, dim, keepdim)
+        return values, indices + 0  # as in `ordered`
     values, indices = native(keys, tensor * 0.5, dim, keepdim)
     return values * 2, torch.where(values.isnan(), tensor.isnan().int().argmax(dim, keepdim), indices)
 
@@ -63,8 +64,8 @@ def ordered(native: Native, keys: Any, tensor: Tensor, *args: Any, **kwargs: Any
         tensor = tensor.masked_fill(tensor.isnan(), torch.nan)
         if kwargs.get("stable"):
             tensor = tensor.masked_fill(tensor == 0, 0)
-    result: tuple[Tensor, Tensor] = native(keys, tensor, *args, **kwargs)
-    return result
+    values, indices = native(keys, tensor, *args, **kwargs)
+    return values, indices + 0  # torch_xla ends the process if `index_select` takes the second result of an operation
 
 
 def cumulative(largest: bool, native: Native, keys: Any, tensor: Tensor, dim: int) -> tuple[Tensor, Tensor]:

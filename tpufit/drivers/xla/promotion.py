@@ -20,8 +20,12 @@ _MIXED = (
     *("eq.Tensor", "ge.Tensor", "gt.Tensor", "le.Tensor", "lt.Tensor", "ne.Tensor"),
 )
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
-# The operations that compute floating-point numbers.
+# The operations that compute floating-point numbers of integers too: of two tensors, and of one.
 _FLOATING = ("atan2", "reciprocal", "xlogy.Tensor")
+OF_INTEGERS = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1"),
+    *("log", "log10", "log1p", "log2", "logsumexp", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh"),
+)
 
 
 def find_dtype(*operands: Any) -> torch.dtype:
@@ -40,6 +44,13 @@ def find_dtype(*operands: Any) -> torch.dtype:
 def promote(native: Native, keys: Any, *operands: Any, floating: bool = False, **kwargs: Any) -> Any:
     """Call an operation on tensors of the dtype that its operands have together."""
     return native(keys, *_convert(operands, floating), **kwargs)
+
+
+def make_floating(kernel: Native, native: Native, keys: Any, tensor: Tensor, *args: Any) -> Any:
+    """Call a kernel on floating-point numbers, as which PyTorch takes integers and bools."""
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        tensor = tensor.to(torch.get_default_dtype())
+    return kernel(native, keys, tensor, *args)
 
 
 def _where(native: Native, keys: Any, condition: Tensor, *operands: Any) -> Any:
