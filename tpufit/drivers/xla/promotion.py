@@ -24,7 +24,8 @@ _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATING = ("atan2", "reciprocal", "xlogy.Tensor")
 OF_INTEGERS = (
     *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1"),
-    *("log", "log10", "log1p", "log2", "logsumexp", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh"),
+    *("isnan", "isneginf", "log", "log10", "log1p", "log2", "logsumexp", "rsqrt", "sigmoid", "sin", "sinh", "sqrt"),
+    *("tan", "tanh"),
 )
 
 
