@@ -1,6 +1,9 @@
 """XLA's output in the user's terminal: only errors, unless the user requests more."""
 
+import math
+
 import pytest
+import torch
 
 # Whether the data come fast enough depends on the machine.
 FIT = """
@@ -43,3 +46,16 @@ def test_a_variable_shows_all(run_python):
 def test_fatal_errors_are_shown(run_python):
     ended = run_python(FIT, env={"XLA_FLAGS": "--xla_no_such_flag=1"})
     assert ended.returncode < 0 and "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1" in ended.stderr
+
+
+@pytest.mark.runtime("torch_xla")
+@pytest.mark.parametrize(("flags", "largest"), [("", math.nan), ("--xla_cpu_enable_fast_min_max=true", 1.0)])
+def test_the_users_xla_flags_prevail_over_those_for_cpus(run_python, flags, largest):
+    code = """
+import torch
+from tpufit import runtime
+place = runtime.placement_on(runtime.start(1, "a test"))
+print(place.send([torch.tensor([1.0, float("nan")])])[0].max().item())
+"""
+    ended = run_python(code, env={"XLA_FLAGS": flags})
+    torch.testing.assert_close(float(ended.stdout), largest, equal_nan=True)
