@@ -53,7 +53,7 @@ _OF_TORCH = "torch torch_geometric torch_xla torchao torchaudio torchdata torchm
 _FIXED_MODULES = frozenset(("tpufit", "numpy", "builtins", "typing", "abc", *_OF_TORCH.split()))
 
 # The objects that a walk visits instead of what `pickle` saves of them.
-_VISITED = (Mapping, list, tuple, deque, set, frozenset, types.MethodType, types.GeneratorType)
+_VISITED = (Mapping, list, tuple, deque, set, frozenset, types.GeneratorType)
 
 _Variables = dict[str, tuple[Mapping[str, Any], str]]
 
@@ -249,8 +249,11 @@ def _comparable(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _has_native_value(kind: type) -> bool:
-    """True for a type of Python's library that is written in C and has no attributes, as `Decimal`, or a subclass."""
-    if issubclass(kind, _VISITED):
+    """True for a type of Python's library that is written in C and has no attributes, as `Decimal`, or a subclass.
+
+    Functions and methods in C are left out: they are code.
+    """
+    if issubclass(kind, _VISITED) or any("__call__" in vars(base) for base in kind.__mro__):
         return False
     bases = [base for base in kind.__mro__ if base is not object and not _has_attributes(base)]
     return any(base.__module__.partition(".")[0] in sys.stdlib_module_names for base in bases)
