@@ -393,6 +393,8 @@ class HeldState(DeviceState):
         if copied:
             stored = set(handles(self.tensors))
             following = set(map(id, self._list_following()))
+            # On torch_xla the user's tensors are wrappers. The wrapped tensors live too if a kernel in Python got them.
+            among = [t for t in among if torch._is_functional_tensor(t) or not driver().is_lazy]
             others = [t for t in among if id(t) not in following and has_value(t)]
             doubles = [t for t, handle in zip(others, handles(others), strict=True) if handle in stored]
             copy_into(doubles, to_host(doubles, "changed weights"), placement)
