@@ -2,7 +2,8 @@
 
     python tests/operation_table.py --dtype complex64 --samples 6 var linalg.inv_ex
 
-prints a JSON line for each operation: its samples, and the distinct verdicts that aren't "right". Each operation runs
+prints a JSON line for each operation: its samples, and the distinct verdicts that aren't "right". `--plain` runs
+torch_xla alone, without tpufit; `python docs/operations.py` compares both. Each operation runs
 in a process of its own, because torch_xla may end the process, and an error may make all later operations fail. Samples
 with random results are omitted, because no result is right.
 """
@@ -12,13 +13,15 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+Within = Callable[[], AbstractContextManager[object]]
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128, torch.bfloat16: torch.float32}
 # The largest difference |a - b| / (0.001 * max(1, largest |b|) + |b|) that is rounding.
@@ -28,14 +31,12 @@ ROUNDING = {torch.float32: 2e-3, torch.complex64: 2e-3, torch.bfloat16: 2e-3}
 OF_STEPS = {torch.bfloat16: 4 * 2**-8}
 
 
-def compute(op: Any, sample: Any, send: Any, seed: int = 0) -> list[Tensor | None]:
+def compute(op: Any, sample: Any, send: Any, seed: int = 0, within: Within = nullcontext) -> list[Tensor | None]:
     """Compute an operation's results and gradients on tensors that `send` makes of the sample's, and read them."""
-    from tpufit.runtime.ops.kernels import replace_kernels
-
     args, kwargs = tree_map_only(Tensor, send, ((sample.input, *sample.args), sample.kwargs))
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     torch.manual_seed(seed)
-    with replace_kernels() if any(tensor.device.type != "cpu" for tensor in given) else nullcontext():
+    with within():
         results = op.op(*args, **kwargs)
         if sample.output_process_fn_grad is not None:
             results = sample.output_process_fn_grad(results)
@@ -89,14 +90,17 @@ def describe_difference(
     return ""
 
 
-def judge(op: Any, dtype: torch.dtype, most: int, placement: Any) -> Iterator[str]:
-    """Yield the verdict of each sample that PyTorch accepts, up to `most`. An error ends the iteration."""
+def judge(op: Any, dtype: torch.dtype, most: int, move: Callable[[Tensor], Tensor], within: Within) -> Iterator[str]:
+    """Yield the verdict of each sample that PyTorch accepts, up to `most`. An error ends the iteration.
+
+    `move` copies a tensor to the device, and `within` returns the context in which operations run there.
+    """
 
     def copy(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     def send(tensor: Tensor) -> Tensor:
-        return placement.send([copy(tensor)])[0].requires_grad_(tensor.requires_grad)
+        return move(copy(tensor).detach()).requires_grad_(tensor.requires_grad)
 
     def widen(tensor: Tensor) -> Tensor:
         wide = tensor.detach().to(WIDER.get(tensor.dtype, tensor.dtype)).clone()
@@ -116,7 +120,7 @@ def judge(op: Any, dtype: torch.dtype, most: int, placement: Any) -> Iterator[st
             with suppress(Exception):
                 exact = compute(op, sample, widen)
         try:
-            ours = compute(op, sample, send)
+            ours = compute(op, sample, send, within=within)
         except Exception as error:
             yield f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
             return
@@ -124,17 +128,28 @@ def judge(op: Any, dtype: torch.dtype, most: int, placement: Any) -> Iterator[st
         yield f"wrong: {difference}" if difference else "right"
 
 
-def judge_in_a_fork(op: Any, dtype: torch.dtype, most: int, cores: int) -> list[str]:
-    """Return the verdicts of an operation that runs in a fork of this process, which must not have begun with XLA."""
-    from tpufit import runtime
+def start(cores: int, plain: bool) -> tuple[Callable[[Tensor], Tensor], Within]:
+    """Start torch_xla, with tpufit's kernels or `plain`, and return what `judge` needs."""
+    if plain:
+        import torch_xla
 
+        device = torch_xla.device()
+        return lambda tensor: tensor.to(device), nullcontext
+    from tpufit import runtime
+    from tpufit.runtime.ops.kernels import replace_kernels
+
+    placement = runtime.placement_on(runtime.start(cores, "the table of operations"))
+    return lambda tensor: placement.send([tensor])[0], replace_kernels
+
+
+def judge_in_a_fork(op: Any, dtype: torch.dtype, most: int, cores: int, plain: bool) -> list[str]:
+    """Return the verdicts of an operation that runs in a fork of this process, which must not have begun with XLA."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
-            placement = runtime.placement_on(runtime.start(cores, "the table of operations"))
-            for verdict in judge(op, dtype, most, placement):
+            for verdict in judge(op, dtype, most, *start(cores, plain)):
                 os.write(writer, f"{verdict}\n".encode())
         finally:
             os._exit(0)
@@ -151,6 +166,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--samples", type=int, default=3, help="the most samples of an operation (default 3)")
     parser.add_argument("--cores", type=int, default=1)
+    parser.add_argument("--plain", action="store_true", help="torch_xla alone, without tpufit")
     parser.add_argument("--part", default="1/1", help="e.g. 3/10: the third tenth of the operations")
     given = parser.parse_args()
     os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(given.cores))
@@ -167,7 +183,7 @@ def main() -> None:
             continue
         chosen = not given.names or {op.name, op.formatted_name} & {*given.names}
         if chosen and dtype in op.supported_dtypes("cpu") and zlib.crc32(op.name.encode()) % parts == part - 1:
-            verdicts = judge_in_a_fork(op, dtype, given.samples, given.cores)
+            verdicts = judge_in_a_fork(op, dtype, given.samples, given.cores, given.plain)
             faults = sorted(set(verdicts) - {"right"})
             print(json.dumps({"operation": op.formatted_name, "samples": len(verdicts), "faults": faults}), flush=True)
 

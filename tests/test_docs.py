@@ -3,8 +3,10 @@
 import ast
 import importlib
 import inspect
+import json
 import os
 import re
+import runpy
 import sys
 
 import processes
@@ -117,6 +119,11 @@ def test_the_proofs_of_the_readmes_promises_exist():
     missing = [name for name, ending, _ in cited if ending and not (tests / f"{name}{ending}").exists()]
     missing += [test for name, test in files if test and f"def {test}(" not in (tests / name).read_text()]
     assert missing == []
+
+
+def test_the_page_about_torch_xla_equals_its_record():
+    operations = runpy.run_path(str(ROOT / "docs" / "operations.py"))
+    assert PAGES["reference/operations.md"].text == operations["write"](json.loads(operations["RECORD"].read_text()))
 
 
 def test_every_page_is_in_the_menu():

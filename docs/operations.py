@@ -1,0 +1,132 @@
+"""What torch_xla computes wrongly: writes `pages/reference/operations.md` from `operations.json`.
+
+    python docs/operations.py --record     # run PyTorch's table first, with and without tpufit: 30 minutes
+
+The table is that of `tests/operation_table.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+RECORD = DOCS / "operations.json"
+PAGE = DOCS / "pages" / "reference" / "operations.md"
+TABLE = DOCS.parent / "tests" / "operation_table.py"
+DTYPES = ("float32", "bfloat16", "complex64")
+# The verdicts, the worst first.
+ENDED, WRONG, ERROR, RIGHT = "ends the process", "wrong", "error", "right"
+
+INTRODUCTION = """\
+# What torch_xla gets wrong, and what tpufit does about it
+
+PyTorch lists its operations, with samples of their arguments, in a table for its own tests (OpInfo). This page is the
+result of that table on torch_xla {torch_xla} (XLA:CPU, one core, up to three samples of an operation, results and
+gradients), with and without tpufit. PyTorch {torch} on the CPU is the reference; a difference counts if it is more than
+rounding. Random operations are left out.
+
+These two lines show the verdict of an operation, first by torch_xla alone, then with tpufit:
+
+```sh
+python tests/operation_table.py --dtype float32 --plain nn.functional.elu
+python tests/operation_table.py --dtype float32 nn.functional.elu
+```
+
+| verdict | meaning |
+| --- | --- |
+| right | equal to PyTorch, up to rounding |
+| wrong | another result, without an error |
+| error | an error that PyTorch doesn't raise |
+| ends the process | the process ends, in a notebook the kernel |
+| refused | tpufit raises an error that names the operation and says what to write instead |
+
+"""
+
+MIXED = """\
+## Beyond the table
+
+The table's samples have one dtype each. torch_xla alone also differs from PyTorch in the following lines, where `x` is
+an `int64` tensor on the device, `m` a mask, and `f`, `a` and `b` are tensors of floats. With tpufit they are right.
+
+| line | torch_xla alone |
+| --- | --- |
+| `torch.where(m, x, 0.5 * x)` | the result is `int64`: 0.5 becomes 0 |
+| `x.clamp(max=4.5)` | 4 instead of 4.5 |
+| `x % 2.5` | computed in integers |
+| `f // 0.3` | 20 for 6.0, PyTorch 19: the quotient is rounded before its floor |
+| `-x >> 1` | zeros are shifted in |
+| `m.cumsum(0)` | stays a mask, PyTorch counts |
+| `x.mean(0, dtype=torch.float32)` | an error |
+| `f.bfloat16().sum((0, 1))` | each addition is rounded: 256 + 1 = 256 |
+| `f.index_select(0, f[:, 0].sort()[1])` | ends the process |
+| `a / (a - b)`, then `b / (a - b)` | the second gets the program of the first |
+"""
+
+
+def record() -> None:
+    """Run the table, and write the verdicts of operations that torch_xla or tpufit doesn't compute rightly."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for dtype in DTYPES:
+        for side in ("plain", "tpufit"):
+            command = [sys.executable, str(TABLE), "--dtype", dtype, *(["--plain"] if side == "plain" else [])]
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+            for line in map(json.loads, done.stdout.splitlines()):
+                if line["samples"]:
+                    row = rows.setdefault((dtype, line["operation"]), {"plain": [], "tpufit": []})
+                    row[side] += line["faults"]
+    versions = {name: metadata.version(name) for name in ("torch", "torch_xla")}
+    counts = dict(Counter(dtype for dtype, _ in rows))
+    faulty = [{"dtype": dtype, "operation": name, **row} for (dtype, name), row in rows.items() if any(row.values())]
+    RECORD.write_text(json.dumps({"versions": versions, "operations": counts, "rows": faulty}, indent=1) + "\n")
+
+
+def judge(faults: list[str]) -> str:
+    """Return the worst verdict of an operation's faults."""
+    if any(fault.startswith("ended") for fault in faults):
+        return ENDED
+    if any(fault.startswith("wrong") for fault in faults):
+        return WRONG
+    return ERROR if faults else RIGHT
+
+
+def describe(faults: list[str]) -> str:
+    """Describe tpufit's verdict: right, or the error's sentence, or the difference."""
+    verdict = judge(faults)
+    if verdict is RIGHT:
+        return verdict
+    text = faults[0].partition(": ")[2].replace("|", "\\|")
+    return f"refused: {text}" if verdict is ERROR and "torch_xla" in text else f"{verdict}: {text}"
+
+
+def write(found: dict[str, Any]) -> str:
+    """Return the page for a record."""
+    parts = [INTRODUCTION.format(**found["versions"]), "| dtype | operations | torch_xla alone: right | wrong | error "]
+    parts.append("| ends the process | with tpufit: right |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n")
+    by_dtype = {dtype: [row for row in found["rows"] if row["dtype"] == dtype] for dtype in DTYPES}
+    for dtype, rows in by_dtype.items():
+        total = found["operations"][dtype]
+        alone = Counter(judge(row["plain"]) for row in rows)
+        ours = sum(judge(row["tpufit"]) is RIGHT for row in rows)
+        numbers = (total - len(rows) + alone[RIGHT], alone[WRONG], alone[ERROR], alone[ENDED], total - len(rows) + ours)
+        parts.append(f"| {dtype} | {total} | {' | '.join(map(str, numbers))} |\n")
+    for dtype, rows in by_dtype.items():
+        parts.append(f"\n## {dtype}\n\n| operation | torch_xla alone | with tpufit |\n| --- | --- | --- |\n")
+        worst = (ENDED, WRONG, ERROR, RIGHT)
+        for row in sorted(rows, key=lambda row: (worst.index(judge(row["plain"])), row["operation"])):
+            parts.append(f"| `{row['operation']}` | {judge(row['plain'])} | {describe(row['tpufit'])} |\n")
+    return "".join(parts) + "\n" + MIXED
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--record", action="store_true", help="run the table first")
+    if parser.parse_args().record:
+        record()
+    PAGE.write_text(write(json.loads(RECORD.read_text())))
