@@ -232,6 +232,19 @@ def test_attention_under_autocast_multiplies_in_bfloat16(heads, kind, chip):
         assert (one - expected).norm() < 2**-7 * expected.norm()
 
 
+@pytest.mark.parametrize("chip", ["TPU v3", "TPU v5 lite"])
+@pytest.mark.parametrize("length", [48, 256])
+def test_large_scores_of_attention_are_not_rounded_to_bfloat16(length, chip):
+    numbers = (8 * torch.randn(2, 2, length, 16) for _ in range(3))
+    q, k, v = (x.bfloat16().float().requires_grad_() for x in numbers)
+    with MATH():
+        exact = F.scaled_dot_product_attention(q, k, v)
+    with replace_kernels("CPU"), tracing_with(kind=chip), torch.autocast("cpu", torch.bfloat16):
+        ours = F.scaled_dot_product_attention(q, k, v)
+    assert exact.std() > 4
+    torch.testing.assert_close(ours.float(), exact, rtol=0, atol=2**-7 * exact.abs().max().item())
+
+
 def penalty(q, k, v, attend):
     """Return the norms of second derivatives of attention."""
     (gradient,) = torch.autograd.grad(attend(q, k, v).float().pow(3).sum(), v, create_graph=True)

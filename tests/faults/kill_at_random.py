@@ -183,6 +183,7 @@ def main(kills: int, cores: int, signals: list[str], seed: int, where: Path) -> 
     temporary = where / "temporary"
     temporary.mkdir(parents=True)
     tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)  # of the trainings and their processes
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(where / "inductor")  # PyTorch 2.13 keeps it, by default in TMPDIR
     moments = random.Random(seed)
     usual = undisturbed(where / "reference", cores)
     killed = lost = torn = ends = trainings = 0

@@ -118,7 +118,7 @@ class _Attention(torch.autograd.Function):
         q, k = _indices(query, key)
         gradient = gradient if blind is None else gradient.masked_fill(blind, 0)
         # The derivative of a softmax is p * (dp - sum(dp * p)). The sum equals sum(dy * y), over fewer numbers.
-        of_shares = product(f"{q}xz,{k}yz->{q}xy", gradient, value).to(shares.dtype)
+        of_shares = _multiply_wide(f"{q}xz,{k}yz->{q}xy", gradient, value)
         mean = (gradient.to(shares.dtype) * y.to(shares.dtype)).sum(-1, keepdim=True)
         of_scores = shares * (_scale(of_shares, keep, ctx.dropout) - mean)
         of_products = (of_scores * ctx.scale).to(query.dtype)
@@ -183,10 +183,8 @@ class _Narrow(torch.autograd.Function):
         # As in `_Attention`, but the gradient is divided by the sum of the weights, because the weights aren't.
         gradient = (gradient.to(divisor.dtype) / divisor).to(value.dtype)
         gradient = gradient if blind is None else gradient.masked_fill(blind, 0)
-        # Widened, so that the compiler keeps the gradient of the scores in float32. No number or product changes.
-        wide = gradient.to(divisor.dtype)
-        of_weights = product(f"{q}xz,{k}yz->{q}xy", wide, value.to(divisor.dtype))
-        mean = (wide * y.to(divisor.dtype)).sum(-1, keepdim=True)
+        of_weights = _multiply_wide(f"{q}xz,{k}yz->{q}xy", gradient, value)
+        mean = (gradient.to(divisor.dtype) * y.to(divisor.dtype)).sum(-1, keepdim=True)
         kept = _zero_dropped(weights, ctx.dropout).to(value.dtype)
         if ctx.dropout:
             mean = mean * (1 - ctx.dropout)  # the divisor includes the factor of dropout; this sum is over all weights
@@ -227,8 +225,7 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, s
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     q, k = _indices(query, key)
-    scores = product(f"{q}xz,{k}yz->{q}xy", query, key)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    scores = _multiply_wide(f"{q}xz,{k}yz->{q}xy", query, key) * scale
     # Finite, because softmax of only -inf is NaN. A tensor, because a Python float has 64 bits, which a TPU emulates.
     number = torch.finfo(scores.dtype).min
     least = scores.new_full((), number)
@@ -239,6 +236,15 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, sc
         of_bool = mask.dtype is torch.bool
         scores = scores.masked_fill(~mask, least) if of_bool else (scores + mask).clamp(min=number)
     return scores
+
+
+def _multiply_wide(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """Return a product that isn't rounded to bfloat16: a weight is the exponential of its score, whose rounding error
+    it multiplies. A TPU multiplies the widened numbers as fast as the narrow ones.
+    """
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    with torch.autocast(a.device.type, enabled=False):  # it would narrow them again
+        return product(equation, a.to(dtype), b.to(dtype))
 
 
 def _blind(mask: Tensor | None) -> Tensor | None:
