@@ -2,10 +2,11 @@
 
     python tests/operation_table.py --dtype complex64 --samples 6 var linalg.inv_ex
 
-prints a JSON line for each operation: its samples, and the distinct verdicts that aren't "right". `--plain` runs
-torch_xla alone, without tpufit; `python docs/operations.py` compares both. Each operation runs
-in a process of its own, because torch_xla may end the process, and an error may make all later operations fail. Samples
-with random results are omitted, because no result is right.
+prints a JSON line for each operation: its samples, and the distinct verdicts that aren't "right". `--modules` runs
+PyTorch's table of modules (ModuleInfo) instead, in training and in evaluation. `--plain` runs torch_xla alone, without
+tpufit; `python docs/operations.py` compares both. Each operation runs in a process of its own, because torch_xla may
+end the process, and an error may make all later operations fail. Samples with random results are omitted, because no
+result is right.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +31,52 @@ ROUNDING = {torch.float32: 2e-3, torch.complex64: 2e-3, torch.bfloat16: 2e-3}
 # The largest difference from the exact result, relative to its largest number: the device may round each step of an
 # operation to bfloat16, where PyTorch rounds once, so that a few roundings add up.
 OF_STEPS = {torch.bfloat16: 4 * 2**-8}
+
+
+@dataclass
+class ModuleSample:
+    """A call of a module, in the form of OpInfo's samples. The arguments are the module and its forward arguments."""
+
+    input: dict[str, Tensor]  # the parameters and buffers
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output_process_fn_grad: None = None
+
+
+@dataclass
+class ModuleOperation:
+    """A row of PyTorch's table of modules, in the form of OpInfo."""
+
+    info: Any
+    supports_autograd: bool = True
+
+    @property
+    def name(self) -> str:
+        return str(self.info.name)
+
+    formatted_name = name
+
+    def supported_dtypes(self, device: str) -> tuple[torch.dtype, ...]:
+        return tuple(self.info.dtypes)
+
+    supported_backward_dtypes = supported_dtypes
+
+    def sample_inputs(self, device: str, dtype: torch.dtype, requires_grad: bool) -> Iterator[ModuleSample]:
+        for training in (True, False) if self.info.train_and_eval_differ else (True,):
+            options = {"device": device, "dtype": dtype, "requires_grad": requires_grad, "training": training}
+            for inputs in self.info.module_inputs_func(self.info, **options):
+                made = inputs.constructor_input
+                module = self.info.module_cls(*made.args, **made.kwargs).to(device, dtype).train(training)
+                state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+                for name, parameter in module.named_parameters():
+                    state[name].requires_grad_(parameter.requires_grad and requires_grad)
+                yield ModuleSample(state, (module, *inputs.forward_input.args), inputs.forward_input.kwargs)
+
+    @staticmethod
+    def op(state: dict[str, Tensor], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with these parameters and buffers, and return its results and its new buffers."""
+        results = torch.func.functional_call(module, state, args, kwargs)
+        return results, [tensor for tensor in state.values() if not tensor.requires_grad]
 
 
 def compute(op: Any, sample: Any, send: Any, seed: int = 0, within: Within = nullcontext) -> list[Tensor | None]:
@@ -167,18 +215,20 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3, help="the most samples of an operation (default 3)")
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--plain", action="store_true", help="torch_xla alone, without tpufit")
+    parser.add_argument("--modules", action="store_true", help="the table of modules, not of operations")
     parser.add_argument("--part", default="1/1", help="e.g. 3/10: the third tenth of the operations")
     given = parser.parse_args()
     os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(given.cores))
     # Imported once, before the forks.
     import torch_xla  # noqa: F401
-    from torch.testing._internal import common_methods_invocations
+    from torch.testing._internal import common_methods_invocations, common_modules
 
     # Or random operations would seed themselves, and seem to have a right result.
     common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
     dtype = getattr(torch, given.dtype)
     part, parts = map(int, given.part.split("/"))
-    for op in common_methods_invocations.op_db:
+    modules = [ModuleOperation(info) for info in common_modules.module_db if "Lazy" not in info.name]
+    for op in modules if given.modules else common_methods_invocations.op_db:
         if "empty" in op.name:  # the values of its result are arbitrary
             continue
         chosen = not given.names or {op.name, op.formatted_name} & {*given.names}

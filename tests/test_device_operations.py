@@ -455,6 +455,9 @@ WITH_INFINITE = {
     "logsumexp": lambda x: x.logsumexp(1),
     "logsumexp of two dimensions": lambda x: x.logsumexp((0, 1), keepdim=True),
     "logsumexp of the least": lambda x: x[:1].logsumexp((0, 1)),
+    "clamp from below": lambda x: x.clamp(min=0),
+    "clamp from above": lambda x: x.clamp_max(0),
+    "clamp to infinity": lambda x: x.clamp(-1, math.inf),
     "logsigmoid": lambda x: F.logsigmoid(x) + 0.0,  # zeros of both signs are equal
 }
 
@@ -498,6 +501,8 @@ WITH_NAN = {
     "cummin": lambda x: x.cummin(0),
     "threshold": lambda x: F.threshold(x, 0.5, 0),
     "softshrink": F.softshrink,
+    "gradient of relu": torch.func.grad(lambda x: F.relu(x).sum()),
+    "gradient of relu6": torch.func.grad(lambda x: F.relu6(x).sum()),
 }
 
 

@@ -1,4 +1,4 @@
-"""The operations of PyTorch's own table, on the device: see `operation_table.py`."""
+"""The operations and the modules of PyTorch's own tables, on the device: see `operation_table.py`."""
 
 import json
 import textwrap
@@ -18,11 +18,9 @@ def cases():
                 yield pytest.param(dtype, cores, part, marks=[] if quick else pytest.mark.soak)
 
 
-@pytest.mark.slow
-@pytest.mark.runtime("torch_xla")
-@pytest.mark.parametrize(("dtype", "cores", "part"), list(cases()))
-def test_no_operation_differs_from_pytorch_without_an_error(run_python, dtype, cores, part):
-    arguments = [str(SCRIPT), "--dtype", dtype, "--cores", str(cores), "--part", f"{part}/{PARTS}"]
+def find_differences(run_python, *options):
+    """Run a table, and return the faults without an error by operation."""
+    arguments = [str(SCRIPT), *options]
     code = f"""
         import runpy, sys
         sys.argv = {arguments}
@@ -35,4 +33,21 @@ def test_no_operation_differs_from_pytorch_without_an_error(run_python, dtype, c
     silent = {
         row["operation"]: [fault for fault in row["faults"] if fault.startswith(("ended", "wrong"))] for row in verdicts
     }
-    assert {name: faults for name, faults in silent.items() if faults} == {}
+    return {name: faults for name, faults in silent.items() if faults}
+
+
+@pytest.mark.slow
+@pytest.mark.runtime("torch_xla")
+@pytest.mark.parametrize(("dtype", "cores", "part"), list(cases()))
+def test_no_operation_differs_from_pytorch_without_an_error(run_python, dtype, cores, part):
+    options = ("--dtype", dtype, "--cores", str(cores), "--part", f"{part}/{PARTS}")
+    assert find_differences(run_python, *options) == {}
+
+
+@pytest.mark.soak
+@pytest.mark.runtime("torch_xla")
+@pytest.mark.parametrize("part", range(1, 5))
+@pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("float32", 8), ("bfloat16", 1)])
+def test_no_module_differs_from_pytorch_without_an_error(run_python, dtype, cores, part):
+    options = ("--modules", "--dtype", dtype, "--cores", str(cores), "--part", f"{part}/4")
+    assert find_differences(run_python, *options) == {}

@@ -3,6 +3,7 @@
 Each function takes the native kernel and the dispatcher's keys, then the operation's arguments.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -58,10 +59,21 @@ def _where(native: Native, keys: Any, condition: Tensor, *operands: Any) -> Any:
     return native(keys, condition, *_convert(operands))
 
 
-def _clamp(native: Native, keys: Any, tensor: Tensor, *bounds: float | None) -> Any:
-    """`clamp`, `clamp_max` and `clamp_min` by numbers."""
-    dtype = find_dtype(tensor, *(bound for bound in bounds if bound is not None))
-    return native(keys, tensor.to(dtype), *bounds)
+def _clamp(native: Native, keys: Any, tensor: Tensor, lower: float | None, upper: float | None = None) -> Any:
+    """`clamp` by numbers. For a missing one torch_xla takes the largest finite number, which infinity exceeds."""
+    dtype = find_dtype(tensor, *(bound for bound in (lower, upper) if bound is not None))
+    if dtype.is_floating_point:
+        lower = -math.inf if lower is None else lower
+        upper = math.inf if upper is None else upper
+    return native(keys, tensor.to(dtype), lower, upper)
+
+
+def _clamp_max(_: Native, __: Any, tensor: Tensor, upper: float) -> Any:
+    return tensor.clamp(max=upper)
+
+
+def _clamp_min(_: Native, __: Any, tensor: Tensor, lower: float) -> Any:
+    return tensor.clamp(min=lower)
 
 
 def _clamp_to_tensors(native: Native, keys: Any, *operands: Any) -> Any:
@@ -166,7 +178,7 @@ def _cumulate(native: Native, keys: Any, tensor: Tensor, dim: int, *, dtype: tor
 
 OWN: dict[str, Callable[..., Any]] = dict.fromkeys(_MIXED, promote)
 OWN |= dict.fromkeys(_FLOATING, partial(promote, floating=True))
-OWN |= dict.fromkeys(("clamp", "clamp_max", "clamp_min"), _clamp) | {"where.self": _where}
+OWN |= {"clamp": _clamp, "clamp_max": _clamp_max, "clamp_min": _clamp_min, "where.self": _where}
 OWN |= dict.fromkeys(("clamp_max.Tensor", "clamp_min.Tensor"), _clamp_to_tensors)
 OWN |= dict.fromkeys(("remainder.Scalar", "remainder.Tensor"), _remainder)
 OWN |= {"cumprod": _cumulate, "cumsum": _cumulate, "div.Tensor_mode": _divide, "floor_divide": _floor_divide}
