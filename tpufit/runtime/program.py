@@ -83,7 +83,7 @@ class CapturedProgram(Program):
         free = placement.gives_memory_freely
         donates = donate and (free or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
         self._target = Target(placement, role, state, sums, donates, attention, kept)
-        state.given |= donates
+        state.given |= donates and placement.runs  # a preflight only records, and its device can't copy
         self._strict = self._new = LENIENT
         self.audits = Audits(in_lockstep=placement.hosts > 1)
         self.change: tuple[str, int] | None = None
