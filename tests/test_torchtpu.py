@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tpufit
+from tpufit import runtime
 from tpufit.callbacks import Callback, TensorBoard
 
 X = torch.arange(72.0).reshape(24, 3) / 72
@@ -136,6 +137,29 @@ def test_a_step_that_counts_distinct_values_trains(cores):
         return model.fit(X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0, cores=cores).history["loss"]
 
     assert trained(False) == pytest.approx(trained(True), rel=1e-5)
+
+
+# What torch_tpu's own kernels compute wrongly, or without a gradient.
+MENDED = {
+    "avg_pool1d": lambda x: F.avg_pool1d(x, 2),
+    "celu": lambda x: F.celu(x, 2.0),
+    "elu of less": lambda x: F.elu(x, 0.5),
+    "index_reduce": lambda x: x.index_reduce(1, torch.tensor([1, 0, 1], device=x.device), x[:, :3] + 1, "mean"),
+}
+
+
+@pytest.mark.cores(1)
+@pytest.mark.parametrize("name", MENDED)
+@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
+def test_values_and_gradients_equal_pytorchs(cores, name):
+    device = runtime.placement_on(runtime.start(cores, "test")).device
+    found = []
+    for place in ("cpu", device):
+        x = torch.linspace(-2, 2, 24).reshape(2, 3, 4).to(place).requires_grad_()
+        y = MENDED[name](x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x)
+        found.append([y.detach().cpu(), gradient.cpu()])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.cores(1)

@@ -32,6 +32,8 @@ FAULT = "fault.json"
 ENVIRON = {"PJRT_DEVICE": "CPU", "XLA_IR_DEBUG": "1", "XLA_HLO_DEBUG": "1", "XLA_USE_SPMD": "1"}
 # Otherwise torch_tpu would look for its device during the import of PyTorch.
 ENVIRON["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+# It loads libtpu, but uses no chip, so other processes may use them.
+ENVIRON["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ def mend_kernels(platform: str) -> None:
     """Replace kernels of the device, permanently: removing a kernel while another thread runs it would crash.
 
     TorchTPU's `masked_fill` reads a value that is a tensor, and its `smooth_l1_loss` runs on the host. Its kernels of
-    `torch.unique` and `torch.unique_consecutive` crash, so the host computes both. `ctc_loss` accepts lengths and
+    `torch.unique` and `torch.unique_consecutive` crash, so the host computes both; that of `index_reduce` crashes for
+    more than one dimension. `ctc_loss` accepts lengths and
     targets on the host, as in PyTorch. XLA's plugin for the CPU is too old for TorchTPU's `cumsum`.
-    TorchTPU's `lstm` and `gru` compute in float32 and draw from its own generator, so PyTorch's are used: products,
+    TorchTPU's `avg_pool1d` has no gradient, and its `elu` divides positive numbers by the `alpha` of `celu`. Its `lstm` and `gru` compute in float32 and draw from its own generator, so PyTorch's are used: products,
     which autocast, and dropouts.
 
     Args:
@@ -34,10 +35,13 @@ def mend_kernels(platform: str) -> None:
             library.impl("smooth_l1_loss", _smooth_l1_loss, key)
             library.impl("ctc_loss.Tensor", _ctc_loss, key)
             library.impl("ctc_loss.IntList", _ctc_loss, key)
-            for name in ("lstm.input", "gru.input"):
+            for name in ("avg_pool1d", "lstm.input", "gru.input"):
                 library.impl(name, operation(name).decompose, key)
         if platform == "CPU":
             library.impl("cumsum", _cumsum, "PrivateUse1")
+        library.impl("elu", _elu, "PrivateUse1")
+        library.impl("index_reduce", _index_reduce, "PrivateUse1")
+        library.impl("index_reduce_", _index_reduce_, "PrivateUse1")
         library.impl("_unique2", _unique, "PrivateUse1")
         library.impl("unique_consecutive", _unique_consecutive, "PrivateUse1")
     _libraries.append(library)
@@ -75,6 +79,25 @@ def _cumsum(tensor: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Te
         total = torch.cat([total.narrow(dim, 0, reach), later], dim)
         reach *= 2
     return total
+
+
+def _elu(tensor: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Tensor:
+    below = torch.expm1(tensor.clamp(max=0) * input_scale) * (alpha * scale)
+    return torch.where(tensor > 0, tensor * scale, below)
+
+
+def _index_reduce(
+    tensor: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    if tensor.dim():
+        shape = [1] * tensor.dim()
+        shape[dim] = -1
+        index = index.view(shape).expand_as(source)
+    return tensor.scatter_reduce(dim, index, source, reduce, include_self=include_self)
+
+
+def _index_reduce_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return tensor.copy_(_index_reduce(tensor, *args, **kwargs))
 
 
 def _unique(tensor: Tensor, sorted: bool = True, *returns: bool) -> tuple[Tensor, ...]:
