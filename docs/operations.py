@@ -1,8 +1,8 @@
-"""What torch_xla computes wrongly: writes `pages/reference/operations.md` from `operations.json`.
+"""What torch_xla and TorchTPU compute wrongly: writes `pages/reference/operations.md` from `operations.json`.
 
     python docs/operations.py --record     # run PyTorch's table first, with and without tpufit: 30 minutes
 
-The table is that of `tests/operation_table.py`.
+It records the runtime that is installed. The table is that of `tests/operation_table.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ PAGE = DOCS / "pages" / "reference" / "operations.md"
 TABLE = DOCS.parent / "tests" / "operation_table.py"
 DTYPES = ("float32", "bfloat16", "complex64")
 # The verdicts, the worst first.
-ENDED, WRONG, ERROR, RIGHT = "ends the process", "wrong", "error", "right"
+ENDED, WRONG, ERROR, UNKNOWN, RIGHT = "ends the process", "wrong", "error", "not shown", "right"
+VERDICTS = (ENDED, WRONG, ERROR, UNKNOWN, RIGHT)
+# What errors of the plugin for the CPU say, which is older than TorchTPU.
+OF_THE_PLUGIN = ("to plugin version", "no FFI handler", "host memory allocator")
 
 INTRODUCTION = """\
 # What torch_xla gets wrong, and what tpufit does about it
@@ -46,6 +50,7 @@ python tests/operation_table.py --dtype float32 nn.functional.elu
 | error | an error that PyTorch doesn't raise |
 | ends the process | the process ends, in a notebook the kernel |
 | refused | tpufit raises an error that names the operation and says what to write instead |
+| not shown | on TorchTPU: the plugin that takes the TPU's place on the CPU lacks what the operation needs |
 
 """
 
@@ -70,8 +75,17 @@ an `int64` tensor on the device, `m` a mask, and `f`, `a` and `b` are tensors of
 """
 
 
+TORCHTPU = """
+## TorchTPU
+
+The same table on torch_tpu {torch_tpu} and PyTorch {torch}; a plugin of XLA:CPU takes the TPU's place.
+
+"""
+
+
 def record() -> None:
-    """Run the table, and write the verdicts of operations that torch_xla or tpufit doesn't compute rightly."""
+    """Run the table, and write the verdicts of operations that the runtime or tpufit doesn't compute rightly."""
+    runtime = "torch_xla" if find_spec("torch_xla") else "torch_tpu"
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for dtype in DTYPES:
         for side in ("plain", "tpufit"):
@@ -81,10 +95,12 @@ def record() -> None:
                 if line["samples"]:
                     row = rows.setdefault((dtype, line["operation"]), {"plain": [], "tpufit": []})
                     row[side] += line["faults"]
-    versions = {name: metadata.version(name) for name in ("torch", "torch_xla")}
+    versions = {name: metadata.version(name) for name in ("torch", runtime)}
     counts = dict(Counter(dtype for dtype, _ in rows))
     faulty = [{"dtype": dtype, "operation": name, **row} for (dtype, name), row in rows.items() if any(row.values())]
-    RECORD.write_text(json.dumps({"versions": versions, "operations": counts, "rows": faulty}, indent=1) + "\n")
+    found = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    found[runtime] = {"versions": versions, "operations": counts, "rows": faulty}
+    RECORD.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def judge(faults: list[str]) -> str:
@@ -93,35 +109,57 @@ def judge(faults: list[str]) -> str:
         return ENDED
     if any(fault.startswith("wrong") for fault in faults):
         return WRONG
+    if any(text in fault for fault in faults for text in OF_THE_PLUGIN):
+        return UNKNOWN
     return ERROR if faults else RIGHT
 
 
 def describe(faults: list[str]) -> str:
     """Describe tpufit's verdict: right, or the error's sentence, or the difference."""
     verdict = judge(faults)
-    if verdict is RIGHT:
+    if verdict in (RIGHT, UNKNOWN):
         return verdict
     text = faults[0].partition(": ")[2].replace("|", "\\|")
-    return f"refused: {text}" if verdict is ERROR and "torch_xla" in text else f"{verdict}: {text}"
+    return f"refused: {text}" if verdict is ERROR and "torch_xla" in text else f"{verdict}: {text or faults[0]}"
+
+
+def write_counts(found: dict[str, Any], runtime: str) -> str:
+    """Return the number of operations by verdict and dtype."""
+    heads = ("dtype", "operations", f"{runtime} alone: right", "not shown", "wrong", "error", "ends the process")
+    parts = [f"| {' | '.join(heads)} | with tpufit: right |\n| --- |{' ---: |' * len(heads)}\n"]
+    for dtype, total in found["operations"].items():
+        rows = [row for row in found["rows"] if row["dtype"] == dtype]
+        alone = Counter(judge(row["plain"]) for row in rows)
+        ours = sum(judge(row["tpufit"]) is RIGHT for row in rows)
+        right = total - len(rows)
+        numbers = (total, right + alone[RIGHT], *(alone[verdict] for verdict in (UNKNOWN, WRONG, ERROR, ENDED)))
+        parts.append(f"| {dtype} | {' | '.join(map(str, numbers))} | {right + ours} |\n")
+    return "".join(parts)
+
+
+def write_rows(found: dict[str, Any], runtime: str, heading: str) -> str:
+    """Return the operations that aren't right, the worst first, in a section for each dtype."""
+    parts = []
+    for dtype in found["operations"]:
+        rows = [row for row in found["rows"] if row["dtype"] == dtype]
+        parts.append(f"\n{heading} {dtype}\n\n| operation | {runtime} alone | with tpufit |\n| --- | --- | --- |\n")
+        for row in sorted(rows, key=lambda row: (VERDICTS.index(judge(row["plain"])), row["operation"])):
+            parts.append(f"| `{row['operation']}` | {judge(row['plain'])} | {describe(row['tpufit'])} |\n")
+    return "".join(parts)
 
 
 def write(found: dict[str, Any]) -> str:
     """Return the page for a record."""
-    parts = [INTRODUCTION.format(**found["versions"]), "| dtype | operations | torch_xla alone: right | wrong | error "]
-    parts.append("| ends the process | with tpufit: right |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n")
-    by_dtype = {dtype: [row for row in found["rows"] if row["dtype"] == dtype] for dtype in DTYPES}
-    for dtype, rows in by_dtype.items():
-        total = found["operations"][dtype]
-        alone = Counter(judge(row["plain"]) for row in rows)
-        ours = sum(judge(row["tpufit"]) is RIGHT for row in rows)
-        numbers = (total - len(rows) + alone[RIGHT], alone[WRONG], alone[ERROR], alone[ENDED], total - len(rows) + ours)
-        parts.append(f"| {dtype} | {total} | {' | '.join(map(str, numbers))} |\n")
-    for dtype, rows in by_dtype.items():
-        parts.append(f"\n## {dtype}\n\n| operation | torch_xla alone | with tpufit |\n| --- | --- | --- |\n")
-        worst = (ENDED, WRONG, ERROR, RIGHT)
-        for row in sorted(rows, key=lambda row: (worst.index(judge(row["plain"])), row["operation"])):
-            parts.append(f"| `{row['operation']}` | {judge(row['plain'])} | {describe(row['tpufit'])} |\n")
-    return "".join(parts) + "\n" + MIXED
+    parts = []
+    for runtime, name, head, heading in (
+        ("torch_xla", "torch_xla", INTRODUCTION, "##"),
+        ("torch_tpu", "TorchTPU", TORCHTPU, "### TorchTPU,"),
+    ):
+        record = found[runtime]
+        parts += [head.format(**record["versions"]), write_counts(record, name), write_rows(record, name, heading)]
+        if runtime == "torch_xla":
+            parts.append("\n" + MIXED)
+    return "".join(parts)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python tests/operation_table.py --dtype complex64 --samples 6 var linalg.inv_ex
 
 prints a JSON line for each operation: its samples, and the distinct verdicts that aren't "right". `--modules` runs
-PyTorch's table of modules (ModuleInfo) instead, in training and in evaluation. `--plain` runs torch_xla alone, without
-tpufit; `python docs/operations.py` compares both. Each operation runs in a process of its own, because torch_xla may
-end the process, and an error may make all later operations fail. Samples with random results are omitted, because no
-result is right.
+PyTorch's table of modules (ModuleInfo) instead, in training and in evaluation. `--plain` runs torch_xla or TorchTPU
+alone, without tpufit; `python docs/operations.py` compares both. Each operation runs in a process of its own, because
+torch_xla may end the process, and an error may make all later operations fail. Samples with random results are omitted,
+because no result is right.
 """
 
 import argparse
@@ -180,11 +180,13 @@ def judge(op: Any, dtype: torch.dtype, most: int, move: Callable[[Tensor], Tenso
 
 
 def start(cores: int, plain: bool) -> tuple[Callable[[Tensor], Tensor], Within]:
-    """Start torch_xla, with tpufit's kernels or `plain`, and return what `judge` needs."""
+    """Start the installed runtime, with tpufit's kernels or `plain`, and return what `judge` needs."""
     if plain:
-        import torch_xla
-
-        device = torch_xla.device()
+        if find_spec("torch_xla"):
+            device = importlib.import_module("torch_xla").device()
+        else:
+            importlib.import_module("torch_tpu._loader")._init_device("tpu")
+            device = torch.device("tpu")
         return lambda tensor: tensor.to(device), nullcontext
     from tpufit import runtime
     from tpufit.runtime.ops.kernels import replace_kernels
@@ -217,7 +219,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--samples", type=int, default=3, help="the most samples of an operation (default 3)")
     parser.add_argument("--cores", type=int, default=1)
-    parser.add_argument("--plain", action="store_true", help="torch_xla alone, without tpufit")
+    parser.add_argument("--plain", action="store_true", help="the runtime alone, without tpufit")
     parser.add_argument("--modules", action="store_true", help="the table of modules, not of operations")
     parser.add_argument("--part", default="1/1", help="e.g. 3/10: the third tenth of the operations")
     given = parser.parse_args()
