@@ -1,5 +1,7 @@
 """TorchTPU, torch_xla's successor, on the plugin of `pod/as_tpu.cc`, and without a TPU."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -160,6 +162,19 @@ def test_values_and_gradients_equal_pytorchs(cores, name):
         (gradient,) = torch.autograd.grad(y.square().sum(), x)
         found.append([y.detach().cpu(), gradient.cpu()])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.cores(1)
+@pytest.mark.parametrize("name", ["argmax", "kthvalue", "max", "min", "sort", "topk"])
+def test_nan_and_infinity_are_ordered_as_in_pytorch(cores, name):
+    device = runtime.placement_on(runtime.start(cores, "test")).device
+    infinite = torch.tensor([[-math.inf] * 3, [math.inf] * 3, [-math.inf, 0.0, math.inf]])
+    nan = torch.tensor([[1.0, math.nan, 3.0], [math.nan, 2.0, math.nan]])
+    for x in (infinite,) if name in ("max", "min") else (infinite, nan):  # those of NaN depend on the plugin's flags
+        arguments = (2, 1) if name in ("kthvalue", "topk") else (1,)
+        ours, pytorchs = (getattr(torch, name)(x.to(place), *arguments) for place in (device, "cpu"))
+        one, other = (found if name == "argmax" else found.values for found in (ours, pytorchs))
+        torch.testing.assert_close(one.cpu(), other, equal_nan=True)
 
 
 @pytest.mark.cores(1)

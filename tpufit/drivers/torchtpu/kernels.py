@@ -1,14 +1,25 @@
 """Replacements for kernels that TorchTPU lacks, or that read a value on the host."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...runtime.ops import ordering
 from ...runtime.ops.native import operation
 
 _libraries: list[torch.library.Library] = []
+
+# Kernels that take the native kernel and the dispatcher's keys, then the operation's arguments.
+_OF_ORDER: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("argmax", "argmin"), ordering.arg_extreme),
+    **dict.fromkeys(("max.dim", "min.dim"), ordering.extreme),
+    **dict.fromkeys(("max", "min", "amax", "amin"), ordering.extreme_of),
+    **dict.fromkeys(("sort", "sort.stable", "topk", "kthvalue"), ordering.ordered),
+}
 
 
 def mend_kernels(platform: str) -> None:
@@ -16,10 +27,11 @@ def mend_kernels(platform: str) -> None:
 
     TorchTPU's `masked_fill` reads a value that is a tensor, and its `smooth_l1_loss` runs on the host. Its kernels of
     `torch.unique` and `torch.unique_consecutive` crash, so the host computes both; that of `index_reduce` crashes for
-    more than one dimension. `ctc_loss` accepts lengths and
-    targets on the host, as in PyTorch. XLA's plugin for the CPU is too old for TorchTPU's `cumsum`.
-    TorchTPU's `avg_pool1d` has no gradient, and its `elu` divides positive numbers by the `alpha` of `celu`. Its `lstm` and `gru` compute in float32 and draw from its own generator, so PyTorch's are used: products,
-    which autocast, and dropouts.
+    more than one dimension. Its `avg_pool1d` has no gradient, its `elu` divides positive numbers by the `alpha` of
+    `celu`, its maxima and minima take infinity for the largest finite number, and its sort doesn't put NaN last.
+    `ctc_loss` accepts lengths and targets on the host, as in PyTorch. XLA's plugin for the CPU is too old for
+    TorchTPU's `cumsum`. TorchTPU's `lstm` and `gru` compute in float32 and draw from its own generator, so PyTorch's
+    are used: products, which autocast, and dropouts.
 
     Args:
         platform: `"TPU"` or `"CPU"`.
@@ -37,6 +49,9 @@ def mend_kernels(platform: str) -> None:
             library.impl("ctc_loss.IntList", _ctc_loss, key)
             for name in ("avg_pool1d", "lstm.input", "gru.input"):
                 library.impl(name, operation(name).decompose, key)
+        for name, kernel in _OF_ORDER.items():
+            native = torch.library.get_kernel(f"aten::{name}", "PrivateUse1").call_boxed
+            library.impl(name, partial(kernel, native), "PrivateUse1", with_keyset=True)
         if platform == "CPU":
             library.impl("cumsum", _cumsum, "PrivateUse1")
         library.impl("elu", _elu, "PrivateUse1")

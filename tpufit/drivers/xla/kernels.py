@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ...runtime.ops import ordering
 from ...runtime.ops.native import operation
-from . import activations, comparisons, complexes, fourier, gathers, ordering, pools, promotion, reads
+from . import activations, comparisons, complexes, fourier, gathers, pools, promotion, reads
 from .release import redispatch
 
 _DISTINCT = 256  # up to this number, random numbers are rarely equal: once in 500 times
@@ -47,8 +48,8 @@ def mend_kernels(backend: str = "XLA") -> None:
     `roll` of an empty tensor divides by zero. `randperm` doesn't compile if several cores share the rows that it
     shuffles. An empty list of dimensions should mean all dimensions, but reduces none. Diagonals of a tensor's first
     two dimensions, `pixel_shuffle` by a second factor, and singular values of several matrices are wrong.
-    The modules `activations`, `comparisons`, `complexes`, `fourier`, `ordering`, `pools`, `promotion` and `reads`
-    describe the other differences.
+    The modules `activations`, `comparisons`, `complexes`, `fourier`, `pools`, `promotion`, `reads` and
+    `runtime/ops/ordering.py` describe the other differences.
     """
     if backend in _libraries:
         return

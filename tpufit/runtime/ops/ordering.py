@@ -1,4 +1,4 @@
-"""Maxima, minima and sorting: torch_xla ignores NaN in some operations, and sorts a negative NaN first.
+"""Maxima, minima and sorting: torch_xla and TorchTPU ignore NaN in some operations, or take infinity for a number.
 
 Each function takes the native kernel and the dispatcher's keys, then the operation's arguments.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.ops.native import Native
-from ...runtime.trace_context import trace_context
+from ..trace_context import trace_context
+from .native import Native
 
 
 def arg_extreme(native: Native, keys: Any, tensor: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
@@ -29,7 +29,7 @@ def arg_extreme(native: Native, keys: Any, tensor: Tensor, dim: int | None = Non
 def extreme(native: Native, keys: Any, tensor: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """`max` and `min` along a dimension. The index is that of the first NaN, if there is one.
 
-    torch_xla starts from the lowest finite number, and returns it where all numbers are minus infinity. Here it
+    The device starts from the lowest finite number, and returns it where all numbers are minus infinity. Here it
     compares half of each number: the result is that lowest number only where all numbers are infinite, and twice the
     lowest number is infinite.
     """
