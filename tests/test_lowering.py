@@ -181,7 +181,9 @@ READS = {
 
 
 @pytest.mark.cores(1, 8)
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize(
+    "read", [pytest.param(name, marks=pytest.mark.runtime("torch_xla") if "sync" in name else ()) for name in READS]
+)
 def test_a_read_tells_operands_of_one_shape_apart(cores, read):
     placement = runtime.placement_on(runtime.start(cores, "test"))
     three, one = placement.send([torch.tensor([3.0]), torch.tensor([1.0])])
@@ -210,6 +212,7 @@ def test_each_call_tells_layers_of_one_shape_apart(cores, call, jit_compile):
 
 
 @pytest.mark.cores(1, 8)
+@pytest.mark.runtime("torch_xla")
 @pytest.mark.usefixtures("compiles_anew")
 def test_a_graph_is_compiled_once_however_often_it_is_read(cores):
     placement = runtime.placement_on(runtime.start(cores, "test"))
