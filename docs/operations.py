@@ -29,12 +29,12 @@ VERDICTS = (ENDED, WRONG, ERROR, UNKNOWN, RIGHT)
 OF_THE_PLUGIN = ("to plugin version", "no FFI handler", "host memory allocator")
 
 INTRODUCTION = """\
-# What torch_xla gets wrong, and what tpufit does about it
+# What torch_xla and TorchTPU get wrong, and what tpufit does about it
 
 PyTorch lists its operations, with samples of their arguments, in a table for its own tests (OpInfo). This page is the
 result of that table on torch_xla {torch_xla} (XLA:CPU, one core, up to three samples of an operation, results and
 gradients), with and without tpufit. PyTorch {torch} on the CPU is the reference; a difference counts if it is more than
-rounding. Random operations are left out.
+rounding. Random operations are left out. The last sections are about [TorchTPU](#torchtpu).
 
 These two lines show the verdict of an operation, first by torch_xla alone, then with tpufit:
 
