@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "complex64")
 ENDED, WRONG, ERROR, UNKNOWN, RIGHT = "ends the process", "wrong", "error", "not shown", "right"
 VERDICTS = (ENDED, WRONG, ERROR, UNKNOWN, RIGHT)
 # What errors of the plugin for the CPU say, which is older than TorchTPU.
-OF_THE_PLUGIN = ("to plugin version", "no FFI handler", "host memory allocator")
+OF_THE_PLUGIN = ("to plugin version", "no FFI handler", "host memory allocator", "no registered implementation")
 
 INTRODUCTION = """\
 # What torch_xla and TorchTPU get wrong, and what tpufit does about it
