@@ -170,7 +170,7 @@ def test_nan_and_infinity_are_ordered_as_in_pytorch(cores, name):
     device = runtime.placement_on(runtime.start(cores, "test")).device
     infinite = torch.tensor([[-math.inf] * 3, [math.inf] * 3, [-math.inf, 0.0, math.inf]])
     nan = torch.tensor([[1.0, math.nan, 3.0], [math.nan, 2.0, math.nan]])
-    for x in (infinite,) if name in ("max", "min") else (infinite, nan):  # those of NaN depend on the plugin's flags
+    for x in (infinite,) if name in ("max", "min") else (infinite, nan):  # NaN in maxima depends on the plugin
         arguments = (2, 1) if name in ("kthvalue", "topk") else (1,)
         ours, pytorchs = (getattr(torch, name)(x.to(place), *arguments) for place in (device, "cpu"))
         one, other = (found if name == "argmax" else found.values for found in (ours, pytorchs))
