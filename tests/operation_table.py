@@ -166,6 +166,8 @@ def judge(op: Any, dtype: torch.dtype, most: int, move: Callable[[Tensor], Tenso
             theirs = compute(op, sample, copy)
         if theirs is None or any(describe_difference(compute(op, sample, copy, seed), theirs) for seed in (1, 2, 3)):
             continue
+        if isinstance(op, ModuleOperation) and any(one is not None and one.isnan().any() for one in theirs):
+            continue  # torch_xla's relu stops the gradient of NaN
         if dtype in WIDER:
             with suppress(Exception):
                 exact = compute(op, sample, widen)

@@ -33,12 +33,7 @@ def elu_backward(
 
 def hardtanh_backward(_: Native, __: Any, gradient: Tensor, x: Tensor, lower: float, upper: float) -> Tensor:
     """The gradient of `hardtanh` and `relu6`, which is 0 at the bounds."""
-    return gradient.masked_fill((x <= lower) | (x >= upper), 0)
-
-
-def threshold_backward(_: Native, __: Any, gradient: Tensor, x: Tensor, threshold: float) -> Tensor:
-    """The gradient of `relu` and `threshold`, which passes where the input is NaN."""
-    return gradient.masked_fill(x <= threshold, 0)
+    return torch.where((x > lower) & (x < upper), gradient, 0)
 
 
 def hardsigmoid_backward(_: Native, __: Any, gradient: Tensor, x: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
         kernels[name] = partial(promotion.make_floating, kernels.get(name, _native))
     for name in _SUMS:
         kernels[name] = partial(_in_float32, kernels.get(name, _native))
-    for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "threshold"):
+    for name in ("elu", "hardsigmoid", "hardswish", "hardtanh"):
         kernels[f"{name}_backward"] = getattr(activations, f"{name}_backward")
     return kernels
 
