@@ -97,7 +97,7 @@ def record_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
         name = names.get(id(layer))
         if name is not None:
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            found.setdefault(name, ", ".join("x".join(map(str, t.shape)) or "1" for t in tensors))
+            found.setdefault(name, ", ".join(map(_name_shape, tensors)))
 
     # One global hook, which doesn't change the user's modules.
     handle = register_module_forward_hook(note)
@@ -105,6 +105,11 @@ def record_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _name_shape(tensor: Tensor) -> str:
+    # PyTorch's encoder makes nested tensors of padded rows, and they have no shape.
+    return "nested" if tensor.is_nested else "x".join(map(str, tensor.shape)) or "1"
 
 
 def _notes(layer: str, named: Mapping[str, Tensor], owners: dict[int, str]) -> str:

@@ -60,6 +60,7 @@ from .kernel_work import KernelWork, work_in
 from .kinds import has_flash, keeps_bfloat16, repeats_bits
 from .make import placement_on, program_at, set_matmul_precision, state_at
 from .numbers import COUNTS, keeps_count
+from .ops.encoder import replace_encoder
 from .ops.lowerings import falls_back, has_kernel
 from .own_thread import unguarding
 from .profiler import scope, start_profile

@@ -20,7 +20,7 @@ from ..data import unpack
 from ..data.batches import as_tensors
 from ..errors import ArgumentError, BatchError, DataError, NotCompiledError
 from ..optimizers import drop_gradients, parameters
-from ..runtime import fetch, recomputing, to_device, tracing
+from ..runtime import fetch, recomputing, replace_encoder, to_device, tracing
 from ..utils.users_code import warn
 from . import precision
 from .engine import Engine
@@ -117,8 +117,10 @@ class StepMethods(Holder):
                 parts = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
                 x = precision.cast_inputs(name, tree_unflatten(parts, spec))
                 modes = nullcontext() if training is None else engine.calling(training)
-                once = nullcontext() if placement.eager or tracing() else recomputing({}, None)
-                with modes, once, precision.autocast(name, placement.device):
+                alone = not placement.eager and not tracing()
+                once = recomputing({}, None) if alone else nullcontext()
+                encoder = replace_encoder() if alone else nullcontext()
+                with modes, once, encoder, precision.autocast(name, placement.device):
                     return call(self.module, x, engine.compiled_module)
 
             tensors = [leaves[i] for i in at]

@@ -13,6 +13,7 @@ Changes to what Python or PyTorch run:
 | `runtime/ops/multihead.py` | `torch.nn.functional.multi_head_attention_forward` | PyTorch's version merges rows with other dimensions | the end of `replace_multihead`, around a traced step |
 | `runtime/ops/addmm.py` | `torch.addmm` | rows flattened for it are gathered over the cores, as in transformers' `Conv1D` | the end of `replace_addmm`, around a traced step |
 | `runtime/ops/embedding.py` | `embedding` and `embedding_bag` of `torch.nn.functional` | a TPU emulates 64-bit numbers; XLA has no sparse gradients | the end of `replace_embedding`, around a traced step |
+| `runtime/ops/encoder.py` | the `forward` of `torch.nn.TransformerEncoder` | in evaluation PyTorch uses nested tensors, which XLA lacks | the end of `replace_encoder`, around a traced step and `model(x)` |
 | `runtime/ops/dropout.py` | `torch.Tensor.bernoulli_` | torch_xla draws 7 bits in bfloat16, as for stochastic depth | the end of `replace_bernoulli`, around a traced step |
 | `drivers/xla/start.py` | `torch.nn.GRU` | torch_xla replaces it by its own, which needs JAX; this restores PyTorch's | permanent: it undoes torch_xla's patch |
 | `drivers/xla/driver.py` | `torch.xla` | `torch.utils.checkpoint` looks for a module by the device's name | the end of the context, around a traced step |

@@ -8,6 +8,7 @@
 | `flash` | attention by JAX's kernel for TPUs |
 | `masks` | derives the pattern of an attention mask from its construction |
 | `multihead` | replaces the Python of `nn.MultiheadAttention` |
+| `encoder` | padding of `nn.TransformerEncoder` in evaluation |
 | `addmm` | rows that were flattened for a product |
 | `embedding` | replaces the Python of embeddings |
 | `residuals` | results that are kept where the rest is recomputed |

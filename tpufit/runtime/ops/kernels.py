@@ -16,6 +16,7 @@ from .cross_entropy import cross_entropy, one_hot
 from .dropout import dropout, feature_dropout, replace_bernoulli
 from .dtypes import check
 from .embedding import replace_embedding
+from .encoder import replace_encoder
 from .multihead import replace_multihead
 from .native import with_fallback
 from .norms import batch_norm, batch_norm_in_autocast, group_norm, instance_norm, layer_norm, weight_norm
@@ -82,6 +83,7 @@ def replace_kernels(backend: str | None = None) -> Iterator[None]:
         replace_multihead(),
         replace_addmm(),
         replace_embedding(),
+        replace_encoder(),
         replace_bernoulli(),
     ):
         yield
