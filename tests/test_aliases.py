@@ -336,7 +336,8 @@ class Keeps(Callback):
     ],
 )
 def test_a_callback_keeps_and_restores_weights(cores, kind, gives_back, monkeypatch):
-    monkeypatch.setattr("tpufit.runtime.program._WORTH_GIVING", 0)  # the memory of weights is donated, as on a TPU
+    # The memory of weights is donated, as on a TPU.
+    monkeypatch.setattr("tpufit.runtime.placement.CorePlacement.donates_from", 0)
 
     def run(**how):
         torch.manual_seed(0)
@@ -420,7 +421,7 @@ class Averages(tpufit.Model):
 )
 @pytest.mark.soak_on(8)
 def test_state_in_attributes_is_traced_and_named(cores, kind, name, monkeypatch):
-    monkeypatch.setattr("tpufit.runtime.program._WORTH_GIVING", 0)
+    monkeypatch.setattr("tpufit.runtime.placement.CorePlacement.donates_from", 0)
 
     def run(**how):
         torch.manual_seed(0)

@@ -114,7 +114,7 @@ def test_a_refused_steps_changes_are_undone(cores, monkeypatch):
             logs = super().train_step(batch)
             return logs | {"scaled": logs["loss"] * logs["loss"].item()}
 
-    monkeypatch.setattr("tpufit.runtime.program._WORTH_GIVING", 0)  # with donated memory
+    monkeypatch.setattr("tpufit.runtime.placement.CorePlacement.donates_from", 0)  # with donated memory
     model = compiled(kind=Late)
     before = weights(model)
     with pytest.raises(StrictError, match="the train step reads a value"):

@@ -20,13 +20,17 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -366,6 +370,50 @@ PJRT_Error* execute(PJRT_LoadedExecutable_Execute_Args* args) {
   return nullptr;
 }
 
+// Destroys buffers in its own thread. To destroy a buffer, XLA's CPU client waits until a program that will write over
+// it has run. TorchTPU may destroy it in the callback that says that it is ready; this program waits for the end of the
+// callback, so both would wait for ever.
+class Destroyer {
+ public:
+  void add(PJRT_Buffer* buffer) {
+    std::lock_guard<std::mutex> guard(lock_);
+    buffers_.push_back(buffer);
+    if (!begun_) std::thread([this] { run(); }).detach();
+    begun_ = true;
+    added_.notify_one();
+  }
+
+  // Wait until all buffers are destroyed, or for some seconds, because a lost pod never runs its programs.
+  void finish() {
+    std::unique_lock<std::mutex> guard(lock_);
+    done_.wait_for(guard, std::chrono::seconds(5), [this] { return buffers_.empty(); });
+  }
+
+ private:
+  void run() {
+    for (std::unique_lock<std::mutex> guard(lock_);;) {
+      added_.wait(guard, [this] { return !buffers_.empty(); });
+      PJRT_Buffer* buffer = buffers_.front();
+      guard.unlock();
+      destroy(buffer);
+      guard.lock();
+      buffers_.pop_front();
+      done_.notify_all();
+    }
+  }
+
+  std::mutex lock_;
+  std::condition_variable added_, done_;
+  std::deque<PJRT_Buffer*> buffers_;
+  bool begun_ = false;
+};
+Destroyer* destroyer = new Destroyer;  // never deleted, because its thread runs until the process ends
+
+PJRT_Error* destroy_client(PJRT_Client_Destroy_Args* args) {
+  destroyer->finish();
+  return cpu->PJRT_Client_Destroy(args);
+}
+
 PJRT_Error* destroy_buffer(PJRT_Buffer_Destroy_Args* args) {
   std::vector<PJRT_Buffer*> parts;
   {
@@ -376,8 +424,9 @@ PJRT_Error* destroy_buffer(PJRT_Buffer_Destroy_Args* args) {
       elsewhere.erase(found);
     }
   }
-  for (PJRT_Buffer* part : parts) destroy(part);
-  return cpu->PJRT_Buffer_Destroy(args);
+  for (PJRT_Buffer* part : parts) destroyer->add(part);
+  destroyer->add(args->buffer);
+  return nullptr;
 }
 
 PJRT_Error* create_client(PJRT_Client_Create_Args* args) {
@@ -476,6 +525,7 @@ extern "C" __attribute__((visibility("default"))) const PJRT_Api* GetPjrtApi() {
   cpu = reinterpret_cast<const PJRT_Api* (*)()>(dlsym(library, "GetPjrtApi"))();
   memcpy(table, cpu, cpu->struct_size);
   shown->PJRT_Client_Create = create_client;
+  shown->PJRT_Client_Destroy = destroy_client;
   shown->PJRT_Client_ProcessIndex = own_index;
   shown->PJRT_Client_AddressableDevices = own_devices;
   shown->PJRT_Device_IsAddressable = is_own;

@@ -27,8 +27,8 @@ class AbsentPlacement(CorePlacement):
         return False
 
     @property
-    def gives_memory_freely(self) -> bool:
-        return True
+    def donates_from(self) -> float:
+        return 0
 
     @property
     def packs(self) -> bool:

@@ -58,6 +58,7 @@ class Driver(ABC):
         dispatch_key: The dispatch key of its tensors, `"XLA"`.
         takes_jax: True if a trace can call JAX functions, such as the kernel of flash attention.
         is_lazy: True if its tensors record operations at all times, so that a trace can be started directly.
+        donates_from: On a CPU, the bytes of a state from which a step writes the new state over the old.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Driver(ABC):
     dispatch_key: str
     takes_jax: bool
     is_lazy: bool
+    donates_from: float
 
     # Cores
 

@@ -66,9 +66,9 @@ class CorePlacement(Placement):
         return True
 
     @property
-    def gives_memory_freely(self) -> bool:
-        """True if donating the old state costs no time; on XLA:CPU it waits for the previous step."""
-        return platform() != "CPU"
+    def donates_from(self) -> float:
+        """The bytes of a state from which a step writes the new state over the old."""
+        return driver().donates_from if platform() == "CPU" else 0
 
     @property
     def packs(self) -> bool:

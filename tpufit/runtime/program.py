@@ -36,10 +36,6 @@ from .trace_watch import Glance, Watch, cure_for, explain_slowness
 # A single difference is harmless, e.g. where a module builds a cache in its first forward pass.
 _ATTEMPTS = 3
 
-# With donated memory XLA:CPU waits for the previous step, which costs a fifth of a small step, so there the state is
-# donated only from this number of bytes on. Elsewhere donation costs nothing.
-_WORTH_GIVING = 1 << 24
-
 _ONCE = "it has only been traced once"
 
 
@@ -52,8 +48,8 @@ class CapturedProgram(Program):
         state: The tensors that it reads and changes.
         sums: The running sums.
         jit_compile: `"auto"`: replay if possible. True: raise an error if not. False: trace every call.
-        donate: True to write the new state over the old, so that memory has only one copy. Where donation costs time, a
-            small state isn't donated.
+        donate: True to write the new state over the old, so that memory has only one copy; a CPU does so only for a
+            large state, see `Driver.donates_from`.
         attention: The forms of attention that the user has requested.
         matmul_precision: The precision of float32 matrix products.
         python_state: Returns the names and values that the body might change in Python, before and after a trace.
@@ -80,8 +76,7 @@ class CapturedProgram(Program):
         kept: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         super().__init__(jit_compile)
-        free = placement.gives_memory_freely
-        donates = donate and (free or sum(t.nbytes for t in state.tensors) >= _WORTH_GIVING)
+        donates = donate and sum(t.nbytes for t in state.tensors) >= placement.donates_from
         self._target = Target(placement, role, state, sums, donates, attention, kept)
         state.given |= donates and placement.runs  # a preflight only records, and its device can't copy
         self._strict = self._new = LENIENT

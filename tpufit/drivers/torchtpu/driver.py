@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from math import inf
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class TorchTpuDriver(Driver):
     dispatch_key = "PrivateUse1"
     takes_jax = False
     is_lazy = False
+    # Never: TorchTPU releases a tensor in XLA:CPU's callback, and XLA:CPU may wait there for ever for the next step.
+    donates_from = inf
 
     def __init__(self) -> None:
         self._session: Session | None = None  # of the current trace
