@@ -192,6 +192,8 @@ class Capture:
         sums.tensors = driver().show_values(sums.tensors)
         with noting_new() as self.new:
             self.outputs = self._target.trace(body, self._inputs, self._seeds, self._watch)
+        own = set(map(id, driver().list_own())) - set(map(id, self._inputs))
+        self.new = [tensor for tensor in self.new if id(tensor) not in own]
         self._begun = self._let_go()
         obstacle = self._watch.reads() or self._describe_leftover()
         if obstacle and driver().is_lazy:

@@ -180,6 +180,10 @@ class Driver(ABC):
         """Return older tensors that the current trace has changed. With lazy tensors, `count_pending` counts them."""
         return []
 
+    def list_own(self) -> list[Tensor]:
+        """Return the tensors that the driver itself keeps during the current trace."""
+        return []
+
     @abstractmethod
     def identity(self, tensor: Tensor) -> int:
         """Return the number of a tensor's value; later values have higher numbers. Tensors with one value share it."""

@@ -162,6 +162,9 @@ class TorchTpuDriver(Driver):
     def find_written(self) -> list[Tensor]:
         return [] if self._session is None else self._session.find_written()
 
+    def list_own(self) -> list[Tensor]:
+        return [] if self._session is None else self._session.list_kept()
+
     def alias_memory(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if self._session is not None:
             return [tensor.detach() for tensor in tensors]

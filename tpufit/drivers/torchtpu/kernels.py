@@ -28,10 +28,10 @@ def mend_kernels(platform: str) -> None:
     TorchTPU's `masked_fill` reads a value that is a tensor, and its `smooth_l1_loss` runs on the host. Its kernels of
     `torch.unique` and `torch.unique_consecutive` crash, so the host computes both; that of `index_reduce` crashes for
     more than one dimension. Its `avg_pool1d` has no gradient, its `elu` divides positive numbers by the `alpha` of
-    `celu`, its maxima and minima take infinity for the largest finite number, and its sort doesn't put NaN last.
-    `ctc_loss` accepts lengths and targets on the host, as in PyTorch. XLA's plugin for the CPU is too old for
-    TorchTPU's `cumsum`. TorchTPU's `lstm` and `gru` compute in float32 and draw from its own generator, so PyTorch's
-    are used: products, which autocast, and dropouts.
+    `celu`, its maxima and minima take infinity for the largest finite number, its sort doesn't put NaN last, and its
+    `copy_` also copies the attribute `grad`. `ctc_loss` accepts lengths and targets on the host, as in PyTorch. XLA's
+    plugin for the CPU is too old for TorchTPU's `cumsum`. TorchTPU's `lstm` and `gru` compute in float32 and draw from
+    its own generator, so PyTorch's are used: products, which autocast, and dropouts.
 
     Args:
         platform: `"TPU"` or `"CPU"`.
@@ -52,6 +52,8 @@ def mend_kernels(platform: str) -> None:
         for name, kernel in _OF_ORDER.items():
             native = torch.library.get_kernel(f"aten::{name}", "PrivateUse1").call_boxed
             library.impl(name, partial(kernel, native), "PrivateUse1", with_keyset=True)
+        copy = torch.library.get_kernel("aten::copy_", "PrivateUse1").call_boxed
+        library.impl("copy_", partial(_copy, copy), "PrivateUse1", with_keyset=True)
         if platform == "CPU":
             library.impl("cumsum", _cumsum, "PrivateUse1")
         library.impl("elu", _elu, "PrivateUse1")
@@ -82,6 +84,12 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_len
     on_device = [torch.as_tensor(value).to(log_probs.device) for value in (targets, input_lengths, target_lengths)]
     loss: Tensor = torch.ops.aten.ctc_loss.Tensor.decompose(log_probs, *on_device, *options)
     return loss
+
+
+def _copy(
+    native: Callable[..., Tensor], keys: Any, tensor: Tensor, source: Tensor, non_blocking: bool = False
+) -> Tensor:
+    return native(keys, tensor, source.detach(), non_blocking)
 
 
 def _cumsum(tensor: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:

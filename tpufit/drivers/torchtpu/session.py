@@ -185,6 +185,11 @@ class Session(TorchDispatchMode):
         met = [(tensor, storage_of(tensor)) for met, _ in self._met if (tensor := met()) is not None]
         return [tensor for tensor, storage in met if storage in self._changed or storage not in self._shown]
 
+    def list_kept(self) -> list[Tensor]:
+        """Return the tensors that the session itself keeps."""
+        values = (value for _, value in self._met)
+        return [*self._arguments, *self._shown.values(), *self._stand_ins.values(), *values]
+
     def end(self) -> None:
         """Restore the values of the user's tensors that still show stand-ins."""
         for met, value in self._met:
