@@ -192,7 +192,10 @@ def tpufit_beside_replay(clock: Clock, spec: Spec) -> Spec:
 
     Both see the same load of the machine, so they differ only by the loop: the feed, the guards, the logs.
     """
-    from bare_replay import replay_graph_of
+    if spec.get("torchtpu"):
+        from bare_replay_torchtpu import replay_program_of as replay
+    else:
+        from bare_replay import replay_graph_of as replay
 
     import tpufit
 
@@ -207,7 +210,7 @@ def tpufit_beside_replay(clock: Clock, spec: Spec) -> Spec:
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             clock.end_epoch(logs["loss"])
-            replay_graph_of(model, loader, workload.rate, bare)
+            replay(model, loader, workload.rate, bare)
 
     model = tpufit.Model(workload.build())
     optimizer = partial(workload.optimizer, lr=workload.rate)
@@ -216,6 +219,7 @@ def tpufit_beside_replay(clock: Clock, spec: Spec) -> Spec:
     pairs = list(zip(clock.wall, bare.wall, strict=True))[WARM_UP:]
     return _graphs() | {
         "own_replay_ms_per_step": 1e3 * statistics.median(seconds for _, seconds in pairs) / steps,
+        "own_replay_host_ms_per_step": 1e3 * statistics.median(bare.host[WARM_UP:]) / steps,
         "to_own_replay": statistics.median(ours / theirs for ours, theirs in pairs),
     }
 

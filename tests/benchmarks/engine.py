@@ -125,6 +125,13 @@ def rows() -> list[Row]:
         mlp("torchtpu-10", "tpufit on TorchTPU, 10 steps per execution", "tpufit", compile=TEN, torchtpu=True),
         mlp("long-tpufit", "tpufit, 3,000 steps an epoch", "tpufit", long=True),
         mlp("long-torchtpu", "tpufit on TorchTPU, 3,000 steps an epoch", "tpufit", torchtpu=True, long=True),
+        mlp(
+            "long-torchtpu-beside",
+            "tpufit on TorchTPU, in turn with a bare replay of its own program, 3,000 steps an epoch",
+            "tpufit_beside_replay",
+            torchtpu=True,
+            long=True,
+        ),
         mlp("long-keras", "Keras 3 on JAX, 3,000 steps an epoch", "keras_jax", long=True),
         mlp("fits-tpufit", "tpufit, arrays, one fit an epoch", "tpufit", fit={"shuffle": False}, fits=True),
         mlp("fits-keras", "Keras 3 on JAX, arrays, one fit an epoch", "keras_jax", fits=True),

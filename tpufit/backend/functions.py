@@ -181,6 +181,9 @@ class Backend(Protocol):
     def recomputing(self, blocks: Mapping[Any, str], seeds: object) -> AbstractContextManager[None]:
         """A context in which blocks, and calls of `torch.utils.checkpoint`, are computed again in the backward pass."""
 
+    def replace_encoder(self) -> AbstractContextManager[None]:
+        """A context in which evaluated `nn.TransformerEncoder`s set padded positions to zero, as on the host."""
+
     def has_kernel(self, operation: str) -> bool:
         """True if the device computes an operation itself."""
 
