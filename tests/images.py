@@ -219,7 +219,7 @@ def try_out(name: str, image: Image, own: Path, jobs: str) -> None:
         cores = [f"tests/test_torchtpu_{file}.py" for file in ("cores", "sharding", "notebook", "hosts")]
         run(*parallel, "-m", "not soak", *cores, "tests/test_compile_cache.py", "tests/test_pod_faults.py")
         run(*parallel, "-k", "cores4", "-m", "slow and not soak", *several)
-        run(*parallel, "-k", "keeps_and_restores", "-m", "slow and not soak", "tests/test_aliases.py")
+        run(*parallel, "-k", "cores1 or keeps_and_restores", "-m", "slow and not soak", "tests/test_aliases.py")
         notebook = "text"
     else:
         run(own, "-m", "tpufit", "doctor")
