@@ -425,10 +425,15 @@ def way_of(reads):
     ("extra", "cause"),
     [
         (lambda net, h: h * random.random(), r"its Python draws random numbers at test_program\.py:\d+"),
+        # scipy's functions draw in this way.
+        (
+            lambda net, h: h * np.random.mtrand._rand.rand(),
+            r"changed between two traces .*, and NumPy's global generator",
+        ),
         (lambda net, h: h * float(h.abs().mean() > 0), r"reads a value from the device at test_program\.py:\d+"),
         (lambda net, h: h if h.mean() > 100 else h + 1, r"reads a value from the device at test_program\.py:\d+"),
     ],
-    ids=["random", "float", "if"],
+    ids=["random", "scipy", "float", "if"],
 )
 @pytest.mark.filterwarnings("ignore:the eval step (is traced anew|runs operation by operation)")
 def test_a_step_that_cant_be_replayed_is_traced_and_says_why(cores, extra, cause):

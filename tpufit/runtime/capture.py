@@ -243,7 +243,14 @@ class Capture:
         graph = self.unrun(thorough)
         if graph is None:
             return "it computes nothing now"
-        return self.explain_variation() or earlier.find_difference(graph)
+        return self.explain_variation() or self.compare(earlier, graph)
+
+    def compare(self, earlier: Graph, graph: Graph) -> str:
+        """Describe the difference of this trace's graph from an earlier graph, or return ""."""
+        difference = earlier.find_difference(graph)
+        if difference and self._watch.drew_unseen:
+            return f"{difference}, and NumPy's global generator drew numbers meanwhile, as scipy's functions do"
+        return difference
 
     def unrun(self, thorough: bool = True) -> Graph | None:
         """Return the graph of a trace that won't run, or its outline, to compare it; None if it is empty."""

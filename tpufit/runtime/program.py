@@ -341,7 +341,7 @@ class CapturedProgram(Program):
         if graph is None:  # the step returns its inputs unchanged
             return None
         # A graph is replayed once two consecutive traces agree in the graph and in the Python state afterwards.
-        unproven = _ONCE if earlier is None else earlier.find_difference(graph)
+        unproven = _ONCE if earlier is None else capture.compare(earlier, graph)
         variation = capture.explain_variation()
         difference = variation or unproven
         if earlier is not None and doubtful is not None and difference:

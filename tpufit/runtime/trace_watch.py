@@ -70,6 +70,7 @@ _CURES = {
     ),
     "share a part": "Keep a copy of one of the two: x.clone()",
     "draws": "Draw on the device (torch.rand(..., device=x.device)) or in the data set",
+    "NumPy's global generator": "Draw on the device (torch.rand(..., device=x.device)) or in the data set",
     "jit_compile": "Leave jit_compile at 'auto'",
     "": "Keep counts in a buffer on the device, and changing values out of the step's Python",
 }
@@ -95,6 +96,7 @@ class Watch(TorchFunctionMode):
         read_at: The line that first read a value, e.g. `train.py:12`, or "".
         fell_back: The operations that ran on the host, each with the line that first called it.
         drew_at: The line that first drew a random number, or "".
+        drew_unseen: True if NumPy's global generator was used otherwise, as by scipy, or by another thread.
         products: The dtypes in which matrix products were computed.
     """
 
@@ -104,6 +106,7 @@ class Watch(TorchFunctionMode):
         self._step = step
         self._draws_strict = strict if refuses_draws else LENIENT
         self.read_at = self.drew_at = ""
+        self.drew_unseen = False
         self._looked = False  # True if the traced code has read a value
         self.fell_back: dict[str, str] = {}
         self.products: set[torch.dtype] = set()
@@ -119,6 +122,7 @@ class Watch(TorchFunctionMode):
         self._profiles = sys.getprofile() is None  # else another profiler runs
         if self._profiles:
             sys.setprofile(self._profile)
+        self._numpy = np.random.get_state()
         for name, function in _NUMPY_DRAWS.items():  # profilers don't see these, because Cython calls no hook
             setattr(np.random, name, self._noting(function))
         return self
@@ -126,6 +130,8 @@ class Watch(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         for name, function in _NUMPY_DRAWS.items():
             setattr(np.random, name, function)
+        pairs = zip(self._numpy, np.random.get_state(), strict=True)
+        self.drew_unseen = not self.drew_at and not all(np.array_equal(before, after) for before, after in pairs)
         if self._profiles:
             sys.setprofile(None)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -231,7 +237,7 @@ class Glance:
     """
 
     drew_at = ""
-    may_have_drawn = reads_itself = False
+    may_have_drawn = drew_unseen = reads_itself = False
     products: frozenset[torch.dtype] = frozenset()
 
     def __enter__(self) -> Glance:
