@@ -1,7 +1,7 @@
 """`nn.TransformerEncoder` with padding, in evaluation.
 
-On the host, PyTorch computes it on nested tensors, so padded positions leave the last layer as zeros. XLA has no nested
-tensors, and to ask whether PyTorch would use them reads a mask's values.
+On the host, PyTorch computes it on nested tensors, so the last layer's output is zero at padded positions. XLA has no
+nested tensors, and PyTorch's check of the mask would read values from the device.
 """
 
 import copy
@@ -29,7 +29,7 @@ def replace_encoder() -> Iterator[None]:
             layers.use_nested_tensor = False
             return native(layers, src, mask, src_key_padding_mask, is_causal)
         padded = src_key_padding_mask != 0
-        if self.mask_check:
+        if getattr(self, "mask_check", True):  # modules saved by an old PyTorch lack it
             # With gaps, PyTorch uses no nested tensors.
             padded = padded & ~(padded[:, :-1] & ~padded[:, 1:]).any()
         if src_key_padding_mask.is_floating_point():
@@ -52,4 +52,5 @@ def _would_nest(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
     first = encoder.layers[0]
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (src, *first.parameters()))
     usable = torch.backends.mha.get_fastpath_enabled() and not torch.is_autocast_enabled()
-    return usable and encoder.use_nested_tensor and not first.training and src.dim() == 3 and not learns
+    nests = getattr(encoder, "use_nested_tensor", False)
+    return usable and nests and not first.training and src.dim() == 3 and not learns
