@@ -428,7 +428,7 @@ def way_of(reads):
         # scipy's functions draw in this way.
         (
             lambda net, h: h * np.random.mtrand._rand.rand(),
-            r"changed between two traces .*, and NumPy's global generator",
+            r"two traces.*, and NumPy's global generator drew",
         ),
         (lambda net, h: h * float(h.abs().mean() > 0), r"reads a value from the device at test_program\.py:\d+"),
         (lambda net, h: h if h.mean() > 100 else h + 1, r"reads a value from the device at test_program\.py:\d+"),
