@@ -657,6 +657,18 @@ def test_train_step_must_return_logs(cores, eager, value, got):
         fit(model, cores)
 
 
+def test_test_step_must_return_logs(cores):
+    class Returning(tpufit.Model):
+        def test_step(self, batch):
+            x, y = batch
+            return self.compute_loss(x, y, self(x))
+
+    model = Returning(mlp())
+    model.compile("sgd", "cross_entropy")
+    with pytest.raises(ArgumentError, match=r"Returning\.test_step must return a dict of scalars, got a tensor"):
+        model.evaluate(IMAGES, LABELS, verbose=0, cores=cores)
+
+
 @pytest.mark.parametrize("eager", [True, False])
 def test_train_step_without_an_update_is_reported(cores, eager):
     class Forgetful(tpufit.Model):

@@ -188,6 +188,37 @@ def test_kept_modules_are_in_checkpoints(cores, tmp_path):
 
 
 @pytest.mark.cores(1, 8)
+def test_a_module_in_an_attribute_named_loss_trains_and_is_saved(cores, tmp_path):
+    class WithLoss(tpufit.Model):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(nn.Linear(5, 4))
+            self.loss = Centers()
+
+        def train_step(self, batch):
+            x, y = batch
+            loss = self.loss(self(x), y)
+            self.apply_gradients(loss)
+            return {"loss": loss}
+
+    def made():
+        model = WithLoss()
+        model.compile(lambda parameters: torch.optim.SGD([*parameters, model.loss.centers], RATE), scale_lr=None)
+        return model
+
+    plain = made()
+    optimizer = torch.optim.SGD([*plain.module.parameters(), plain.loss.centers], RATE)
+    for rows in torch.arange(64).split(32):
+        optimizer.zero_grad()
+        plain.loss(plain.module(X[rows]), Y[rows]).backward()
+        optimizer.step()
+    model = fit(made(), cores, epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
+    assert torch.allclose(model.loss.centers.cpu(), plain.loss.centers, atol=1e-6)
+    again = fit(made(), cores, epochs=1, callbacks=[ModelCheckpoint(tmp_path)], resume=True)
+    assert torch.equal(again.loss.centers.cpu(), model.loss.centers.cpu())
+
+
+@pytest.mark.cores(1, 8)
 def test_a_layer_that_the_teacher_shares_is_trained_once(cores):
     student, teacher = parts()
     shared = nn.Linear(5, 5)

@@ -232,6 +232,25 @@ def test_images_behind_a_url(place, tmp_path):
     assert any(name.endswith("meta.json") for name in Url(f"{place}/small").sizes())
 
 
+def test_a_failed_download_leaves_the_old_file(tmp_path):
+    class Partial(MemoryFileSystem):
+        """A file system whose downloads end in the middle."""
+
+        protocol = "partial"
+        cachable = False
+
+        def get_file(self, _, local, **options):
+            with open(local, "w") as file:
+                file.write("ne")
+            raise OSError(errno.ECONNRESET, "Connection reset by peer")
+
+    register_implementation("partial", Partial, clobber=True)
+    (tmp_path / "a.txt").write_text("old")
+    with pytest.raises(OSError, match="Connection reset"):
+        Url("partial://there/a.txt").fetch(tmp_path / "a.txt")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.txt", "old")]
+
+
 def test_an_unknown_url():
     with pytest.raises(ArgumentError, match="nowhere://.*install its fsspec library"):
         ModelCheckpoint("nowhere://bucket/run")

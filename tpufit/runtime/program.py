@@ -89,7 +89,7 @@ class CapturedProgram(Program):
         self._doubtful: dict[Hashable, int] = {}  # the doubtful steps of graphs that an audit has refuted
         self._varied = 0  # consecutive traces, of any keys, whose Python state varied
         self.traced_because = "of jit_compile=False" if jit_compile is False else ""
-        self._reads = False  # True if the step can't be traced as a whole, because its Python reads a value
+        self._met_obstacle = False  # True if the step can't be traced as a whole, because its Python reads a value
         self._compared: set[Hashable] = set()  # the keys of graphs that an audit in this `fit` has compared in full
         self._warned: set[str] = set()  # the causes of past warnings
 
@@ -118,7 +118,7 @@ class CapturedProgram(Program):
 
     @property
     def runs_eagerly(self) -> bool:
-        return self._reads and not driver().is_lazy
+        return self._met_obstacle and not driver().is_lazy
 
     def note_users_code(self, seldom: bool) -> None:
         self.audits.note_users_code(seldom)
@@ -131,7 +131,7 @@ class CapturedProgram(Program):
     def try_again(self) -> None:
         if self.jit_compile is not False:
             self.traced_because = ""
-        self._reads = False
+        self._met_obstacle = False
         self._compared.clear()
 
     def begin_pass(self, strict: Strict, new: Strict) -> None:
@@ -277,7 +277,7 @@ class CapturedProgram(Program):
     def _trace(self, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
         """Trace the step, and run it without keeping its graph."""
         target = self._target
-        if not driver().is_lazy and not self._reads:
+        if not driver().is_lazy and not self._met_obstacle:
             return self._run_traced(inputs, seeds, body)
         target.sums.begin()
         # Without strict, there is no watch, which takes time and isn't needed.
@@ -298,7 +298,7 @@ class CapturedProgram(Program):
                 capture = Capture(target, stored, inputs, seeds, self._watch(), dict)
                 del stored
                 obstacle = capture.trace(body)
-                self._reads = bool(obstacle)
+                self._met_obstacle = bool(obstacle)
                 if obstacle and target.placement.has_mesh:
                     raise ReplayError(_explain_several_graphs(target.role, obstacle))
             return capture.launch(self.traced_because)
@@ -323,7 +323,7 @@ class CapturedProgram(Program):
             obstacle = capture.trace(body)
             self.products = watch.products
             if obstacle:
-                self._reads = True
+                self._met_obstacle = True
                 self._give_up(obstacle)
             else:
                 graph = self._prove(key, capture)

@@ -161,11 +161,11 @@ class GraphKeys:
         self._hooked = True
 
     def may_have_changed(self, held: bool) -> bool:
-        """True if the optimizer's options can have changed since the last snapshot; see `is_current`."""
+        """True if the optimizer's options can have changed since the last snapshot; see `confirm`."""
         return self._hooked or not held or self._guard is None
 
-    def is_current(self, optimizers: Iterable[Optimizer], held: bool) -> bool:
-        """True if nothing can have changed since the last snapshot.
+    def confirm(self, optimizers: Iterable[Optimizer], held: bool) -> bool:
+        """Check whether the snapshot still holds, and note that it has been checked; False if it must be renewed.
 
         If the weights were `held` since the last step, user code can only have changed the optimizer's options. A
         callback that reads weights makes `held` False, and may have changed anything.

@@ -9,9 +9,6 @@ from torch import nn
 
 from ..metrics import is_collection, is_metric
 
-# The attributes of `Model` itself. A loss that is a module is among the arguments of `compile`.
-_OURS = ("module", "optimizer", "loss", "loss_weights", "history")
-
 # The depth to which nested lists and dicts are searched.
 _DEPTH = 3
 
@@ -47,10 +44,9 @@ def kept_parameters(owner: Any) -> dict[str, nn.Parameter]:
 
 
 def walk_kept(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the modules, models and parameters among a model's attributes, by name."""
+    """Yield the modules, models and parameters among a model's attributes, by name, starting with its own module."""
     for name, value in vars(owner).items():
-        if name not in _OURS:
-            yield from _walk(name, value, _DEPTH)
+        yield from _walk(name, value, _DEPTH)
 
 
 def _walk(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:

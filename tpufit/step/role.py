@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import torchmetrics
     from torch import Tensor
 
-ROLES = "train", "eval", "predict"
+_METHODS = {"train": "train_step", "eval": "test_step", "predict": "predict_step"}
+ROLES = tuple(_METHODS)
 
 
 class Role:
@@ -33,6 +34,7 @@ class Role:
         attention: AttentionForms | None = None,
     ) -> None:
         self.name = name
+        self.method = _METHODS[name]  # the method of `Model` that is the Python of its steps
         self.learns = name == "train"  # whether its steps change the weights
         self.logs = name != "predict"  # whether its steps return logs instead of outputs
         self._attention = attention or AttentionForms()

@@ -152,7 +152,7 @@ class StepRunner:
         seeds = self._seeds(steps)
         if self._program.captures:
             used = [optimizer for optimizer, _ in attached]
-            if not role.keys.is_current(used, state.device.held):
+            if not role.keys.confirm(used, state.device.held):
                 role.keys.refresh(state.modules, used, self._program.traced_keys, self._group_numbers.changed)
         key = role.keys.make_key(group.forms[0].signature, steps, group.stacked, updates)
         if role.learns:
@@ -471,14 +471,13 @@ class StepRunner:
         """Check that a step returned logs by name, and return them."""
         if isinstance(returned, Mapping):
             return returned
-        step = f"{type(self._engine.model).__name__}.{self._role.name}_step"
+        step = f"{type(self._engine.model).__name__}.{self._role.method}"
         what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
         raise ArgumentError(f'{step} must return a dict of scalars, got {what}: end it with return {{"loss": loss}}')
 
     def _watching(self, averages: Averages) -> AbstractContextManager[object]:
         """A context for the Python of a step, which notes the denominators of losses in the user's code."""
-        step = {"train": "train_step", "eval": "test_step"}.get(self._role.name)
-        usual = step is None or uses_default(self._engine.model, step, "compute_loss")
+        usual = not self._role.logs or uses_default(self._engine.model, self._role.method, "compute_loss")
         known = usual and not isinstance(self._engine.config.loss, ModuleLoss)
         return nullcontext() if known else LossWatch(averages)
 

@@ -147,12 +147,14 @@ class _Training:
         if logs is None:
             logs = self._train_on(epoch, run)
         if self._validations is not None:
+            self._enforce_min_epochs()
             # Noted before the validation: if a signal ends it, the checkpoint says that only the validation remains.
             self._note(epoch, run.tally.batches, trained=dict(logs))  # a copy, because `logs` grows below
             logs |= self._validations.close(epoch, run.tally.batches)
             self._leave_if_interrupted()
         self._callbacks.call("on_epoch_end", epoch, logs)
         self._done = epoch + 1
+        self._enforce_min_epochs()
         self._note(epoch + 1)
         self._leave_if_interrupted()
         return logs
@@ -201,6 +203,7 @@ class _Training:
                 with pause():  # while its first steps are captured, nothing else may be sent to the device
                     validations.run(run.tally.batches)
                 run.note_hooks()  # the validation's hooks may have changed the optimizer
+            self._enforce_min_epochs()
             self._note(epoch, run.tally.batches, run)
 
         def stop(pause: Pause) -> bool:
@@ -251,12 +254,14 @@ class _Training:
     def _note(self, epoch: int, batches: int | None = None, run: StepRunner | None = None, trained: Any = None) -> None:
         """Tell the manager the progress; it saves if a callback has requested it."""
         validated = None if self._validations is None or batches is None else self._validations.last
-        model = self._engine.model
-        if self._done < self._limits.min_epochs:
-            model.stop_training = False
-        stopped = model.stop_training
+        stopped = self._engine.model.stop_training
         progress = Progress(epoch, batches, trained, validated, stopped, self._epochs, self._steps_taken)
         self.manager.note(progress, run)
+
+    def _enforce_min_epochs(self) -> None:
+        """Withdraw a callback's `stop_training` before `min_epochs` epochs are done."""
+        if self._done < self._limits.min_epochs:
+            self._engine.model.stop_training = False
 
     def _leave_if_interrupted(self) -> None:
         self._interruption.settle()

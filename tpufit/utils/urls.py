@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from .file_cache import cache_folder
+from .files import replacing
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _EXTRAS = {"gs": "tpufit[gcs]", "gcs": "tpufit[gcs]", "s3": "s3fs", "hf": "huggingface_hub"}
@@ -112,10 +113,9 @@ class Url:
 
     def fetch(self, file: Path) -> None:
         """Copy this file to a local file, atomically."""
-        draft = file.with_name(f".{file.name}.tmp-{os.getpid()}")
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._files.get_file(self._path, str(draft))
-        os.replace(draft, file)
+        with replacing(file) as draft:
+            self._files.get_file(self._path, str(draft))
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in the folder, at any depth, by relative path."""

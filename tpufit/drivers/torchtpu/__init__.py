@@ -9,6 +9,7 @@
 | `one_core` | tensors and programs of one core |
 | `absent` | absent cores, for a preflight |
 | `core_group` | tensors and programs of several cores, each driven by its own process |
+| `core_tensors` | the tensors that all cores have, by number |
 | `core_lines` | the other cores' processes, and the connections to them |
 | `core_process` | the process of another core |
 | `messages` | the messages between these processes |

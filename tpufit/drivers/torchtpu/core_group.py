@@ -13,49 +13,29 @@ cores. All users' processes run the same script, and so the same programs in the
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from operator import add, iadd, itemgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import PlacementError, StartError
 from ...hosts import all_reduce_max
-from ...runtime.aliases import storage_of
 from .core_lines import CoreLines, called
+from .core_tensors import CoreTensors, Given, Known
 from .host import Host
 from .messages import Compile, Fetch, Part, Put, Run, align, own_part
 from .modes import computing, noting
 from .names import names
 from .one_core import OneCore, Program
 from .programs import compile_text, shard_text, text_of
-from .tensors import handle_of
+from .tensors import handle_of, place_of
 
 _OUTPUTS = 1 << 16  # the numbers reserved for a program's outputs
-
-
-class _Known(NamedTuple):
-    """A tensor that all processes have."""
-
-    number: int
-    memory: StorageWeakRef  # the tensor's storage; no other gets its address while this refers to it
-    version: int  # PyTorch's count of changes
-    axis: int | None = None  # the dimension that is split over the cores
-    # Programs take `among[at]` in place of the tensor: its part, or a copy that all processes have received.
-    among: Sequence[Tensor] = ()
-    at: int = 0
-
-    @property
-    def given(self) -> Tensor | None:
-        """The tensor that programs take in place of this one; None if they take this one."""
-        return self.among[self.at] if self.among else None
 
 
 @dataclass(frozen=True)
@@ -78,8 +58,8 @@ class _Start:
 
     first: int = 0  # the number of its first output
     forgotten: int = 0  # the number of tensors that the other cores forget
-    split: dict[int, Tensor] = field(default_factory=dict)  # the placeholders of its split outputs, by their index
     outputs: list[Tensor] = field(default_factory=list)
+    given: list[Given | None] = field(default_factory=list)  # this core's parts of the split outputs
 
 
 class CoreGroup(OneCore):
@@ -104,10 +84,8 @@ class CoreGroup(OneCore):
         self.hosts = host.count
         self.own = range(own * host.index, own * (host.index + 1))
         self.lines = CoreLines(environments, start, lose, self.own.start)
-        self._known: dict[int, dict[Hashable, _Known]] = {}  # by storage, then by the view of it
-        self._scanned: deque[int] = deque()
-        self._forgotten: list[int] = []
-        self._next = 0
+        self._tensors = CoreTensors()
+        self._next = 0  # the number of the next tensor
         self._start = _Start()  # of the latest program
         self._programs = 0
         self._gathers: dict[Hashable, Program] = {}  # programs that gather a split tensor on all hosts
@@ -145,17 +123,20 @@ class CoreGroup(OneCore):
         with self.lines.lock:
             parts = self._put(tensors, axes)
         sent: list[Tensor] = []
+        numbers = [part.number for part in parts]
+        noted = False
         try:
-            for part, tensor, shape in zip(parts, tensors, shapes, strict=True):
-                with computing(), torch.no_grad():
-                    own = own_part(tensor, part.axis, range(1), self.lines.count).contiguous().to("tpu")
-                if part.axis is None:
-                    self._note(own, part.number)
-                    sent.append(own)
-                else:
-                    sent.append(self._placeholder(shape, part.dtype, part.number, part.axis, [own]))
+            with computing(), torch.no_grad():
+                own = [own_part(t, axis, range(1), self.lines.count) for t, axis in zip(tensors, axes, strict=True)]
+                own = [tensor.contiguous().to("tpu") for tensor in own]
+            for tensor, shape, axis in zip(own, shapes, axes, strict=True):
+                sent.append(tensor if axis is None else self._placeholder(shape, tensor.dtype))
+            given = [None if axis is None else Given([tensor]) for tensor, axis in zip(own, axes, strict=True)]
+            self._tensors.note(sent, numbers, axes, given)
+            noted = True
         finally:
-            self._forgotten += [part.number for part in parts[len(sent) :]]
+            if not noted:
+                self._tensors.forgotten += numbers
         return sent
 
     def _put(self, tensors: Sequence[Tensor], axes: Sequence[int | None]) -> list[Part]:
@@ -174,49 +155,21 @@ class CoreGroup(OneCore):
         self.lines.tell_of(Put(number, parts), number)
         return parts
 
-    def _placeholder(
-        self, shape: tuple[int, ...], dtype: torch.dtype, number: int, axis: int, among: Sequence[Tensor], at: int = 0
-    ) -> Tensor:
-        """Return a new tensor that is split over the cores; the first core's part is `among[at]`."""
+    @staticmethod
+    def _placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a new tensor that stands for one that is split over the cores."""
         with noting():
             tensor: Tensor = names().placeholder(list(shape), dtype, False)
-        self._note(tensor, number, axis, among, at)
         return tensor
 
-    def _note(
-        self, tensor: Tensor, number: int, axis: int | None = None, among: Sequence[Tensor] = (), at: int = 0
-    ) -> None:
-        storage = storage_of(tensor)
-        parts = self._known.get(storage)
-        if parts is None:
-            parts = self._known[storage] = {}
-            self._scanned.append(storage)
-        place = handle_of(tensor, 0)
-        if place in parts:
-            self._forgotten.append(parts[place].number)
-        parts[place] = _Known(number, StorageWeakRef(tensor.untyped_storage()), tensor._version, axis, among, at)
-
-    def _find(self, tensor: Tensor) -> _Known | None:
-        parts = self._known.get(storage_of(tensor))
-        known = None if parts is None else parts.get(handle_of(tensor, 0))
-        if known is None or (known.axis is None and known.version != tensor._version):
-            return None
-        return known
-
-    def _is_gone(self, storage: int) -> bool:
-        return any(known.memory.expired() for known in self._known[storage].values())
-
-    def _drop(self, storage: int) -> None:
-        self._forgotten += [known.number for known in self._known.pop(storage, {}).values()]
-
     def axis_of(self, tensor: Tensor) -> int | None:
-        known = self._find(tensor)
+        known = self._tensors.find(tensor)
         return None if known is None else known.axis
 
     def _part(self, tensor: Tensor) -> Tensor:
         """Return the first core's part of a split tensor, or a whole tensor itself."""
-        known = self._find(tensor)
-        return tensor if known is None or known.axis is None else known.among[known.at]
+        known = self._tensors.find(tensor)
+        return tensor if known is None or known.axis is None else known.stand_in(tensor)
 
     def has_value(self, tensor: Tensor) -> bool:
         return super().has_value(self._part(tensor))
@@ -240,7 +193,7 @@ class CoreGroup(OneCore):
         with self.lines.lock:
             for tensor in tensors:
                 if self.axis_of(tensor) is None:
-                    self._drop(storage_of(tensor))
+                    self._tensors.drop(tensor)
                 elif names().is_materializing(tensor):  # an operation that changes the placeholder was recorded
                     raise PlacementError(
                         f"user code has changed a tensor of shape {tuple(tensor.shape)} in place, outside of a step. "
@@ -248,41 +201,28 @@ class CoreGroup(OneCore):
                         "values with load_state_dict, or keep it whole: shard={'its name': None, ...} in compile"
                     )
 
-    def _forget_ended(self, count: int) -> None:
-        """Check the next `count` storages, and forget the tensors of freed ones. The caller holds the lock."""
-        for _ in range(min(count, len(self._scanned))):
-            storage = self._scanned.popleft()
-            if storage not in self._known:
-                continue
-            if self._is_gone(storage):
-                self._drop(storage)
-            else:
-                self._scanned.append(storage)
-
-    def _share_missing(self, tensors: Sequence[Tensor]) -> list[_Known]:
-        """Return the record of each tensor, and send tensors to cores that lack them. The caller holds the lock."""
-        found = list(map(self._find, tensors))
+    def _share_missing(self, tensors: Sequence[Tensor]) -> list[Known]:
+        """Return what is known of each tensor, and send tensors to cores that lack them. The caller holds the lock."""
+        found = list(map(self._tensors.find, tensors))
         lacking = {handle_of(t): t for t, known in zip(tensors, found, strict=True) if known is None}
         if lacking:
             self._share(list(lacking.values()))
-            found = [self._known[storage_of(tensor)][handle_of(tensor, 0)] for tensor in tensors]
+            found = list(map(self._tensors.find, tensors))
         return [known for known in found if known is not None]  # all are known now
 
     def _share(self, tensors: Sequence[Tensor]) -> None:
         """Send tensors that only the first core has computed to the other cores. The caller holds the lock."""
         if self.lines.count == 1:
-            for tensor in tensors:
-                self._note(tensor, self._next)
-                self._next += 1
+            self._tensors.note(tensors, range(self._next, self._next + len(tensors)))
+            self._next += len(tensors)
             return
         with computing():
             values = [tensor.detach().cpu() for tensor in tensors]
-        parts = self._put(values, [None] * len(values))
+        sent = self._put(values, [None] * len(values))
         # This core gets a copy, too: a program may write over it, and the tests' pod requires a copy on each core.
         with computing():
             copies = [value.to("tpu") for value in values]
-        for part, tensor, copy in zip(parts, tensors, copies, strict=True):
-            self._note(tensor, part.number, among=[copy])
+        self._tensors.note(tensors, [part.number for part in sent], given=[Given([copy]) for copy in copies])
 
     def read(self, tensors: Sequence[Tensor], collective: bool = False) -> list[Tensor]:
         if self.hosts > 1:
@@ -333,7 +273,7 @@ class CoreGroup(OneCore):
         return None
 
     def _join(self, tensor: Tensor, own: Tensor) -> Tensor:
-        known = self._find(tensor)
+        known = self._tensors.find(tensor)
         if known is None or known.axis is None:
             return own
         stride = align(own.nbytes)
@@ -388,29 +328,30 @@ class CoreGroup(OneCore):
         """See `Program.prepare_start`."""
         with self.lines.lock:
             known = self._share_missing(inputs)
-            given = [t if one.given is None else one.given for t, one in zip(inputs, known, strict=True)]
-            forgotten = list(self._forgotten)
+            given = [one.stand_in(tensor) for tensor, one in zip(inputs, known, strict=True)]
+            forgotten = list(self._tensors.forgotten)
             start = _Start(self._next, len(forgotten))
             self._next += _OUTPUTS
-            for one in program.split:
-                number = start.first + one.index
-                tensor = self._placeholder(one.shape, one.dtype, number, one.axis, start.outputs, one.index)
-                start.split[one.index] = tensor
+            split = program.split
+            placeholders = [self._placeholder(one.shape, one.dtype) for one in split]
+            if split:
+                start.given += [Given(start.outputs, one.index) for one in split]
+                numbers = [start.first + one.index for one in split]
+                self._tensors.note(placeholders, numbers, [one.axis for one in split], start.given)
             self._start = start
             sends = self.lines.prepare_sending(
                 Run(program.number, [one.number for one in known], start.first, forgotten)
             )
         outputs = islice(map(called, [*sends, partial(program.run, given)]), len(sends), None)
-        if not start.split:
+        if not split:
             return outputs
         # This runs in C, too: placeholders replace the parts among the outputs.
-        placeholders = list(start.split.values())
-        places = {index: i for i, index in enumerate(start.split)}
+        places = {one.index: i for i, one in enumerate(split)}
         order = [places.get(i, len(places) + i) for i in range(program.count)]
         pick = itemgetter(*order) if len(order) > 1 else itemgetter(slice(0, 1))
         return map(list, map(pick, map(partial(add, placeholders), map(partial(iadd, start.outputs), outputs))))
 
-    def note_start(self, outputs: Sequence[list[Tensor]]) -> None:
+    def note_start(self, program: _GroupProgram, outputs: Sequence[list[Tensor]]) -> None:
         """See `Program.note_start`."""
         start = self._start
         self._start = _Start()
@@ -418,16 +359,16 @@ class CoreGroup(OneCore):
             self._settle(repr(sys.exc_info()[1]))
             return
         with self.lines.lock:
-            del self._forgotten[: start.forgotten]
-            for i, result in enumerate(outputs[0]):
-                if i in start.split:
-                    parts = self._known[storage_of(result)]
-                    place = handle_of(result, 0)
-                    old = parts[place]
-                    parts[place] = _Known(old.number, old.memory, old.version, old.axis, [start.outputs[i]])
-                else:
-                    self._note(result, start.first + i)
-            self._forget_ended(len(outputs[0]) + 8)
+            del self._tensors.forgotten[: start.forgotten]
+            # One list for each part, so that a part lives only as long as its tensor.
+            start.given[:] = [Given([start.outputs[one.index]]) for one in program.split]
+            split = {one.index for one in program.split}
+            whole = [i for i in range(len(outputs[0])) if i not in split]
+            results = [outputs[0][i] for i in whole]
+            if not program.places:
+                program.places.extend(map(place_of, results))
+            self._tensors.note(results, [start.first + i for i in whole], places=program.places)
+            self._tensors.forget_freed()
 
 
 @dataclass(frozen=True)
@@ -438,9 +379,12 @@ class _GroupProgram(Program):
     cores: CoreGroup
     split: Sequence[_Split]
     count: int  # of its outputs, if it has split outputs
+    places: list[Hashable] = field(
+        default_factory=list
+    )  # of its whole outputs in their storages, after its first start
 
     def prepare_start(self, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
         return self.cores.prepare_start(self, inputs)
 
     def note_start(self, outputs: Sequence[list[Tensor]]) -> None:
-        self.cores.note_start(outputs)
+        self.cores.note_start(self, outputs)

@@ -23,7 +23,7 @@ from .modes import computing, noting
 from .names import names
 from .one_core import OneCore
 from .programs import Built, keep_arguments, list_used, text_of
-from .tensors import handle_of, on_tpu
+from .tensors import handle_of, on_tpu, place_of
 
 # Errors that a trace can't handle: reading a value, and operations that TorchTPU lacks.
 _READS = "during an FX trace"
@@ -145,7 +145,7 @@ class Session(TorchDispatchMode):
             self._cores.compute([whole])
             (stand_in,) = self.show([whole])
             self._stand_ins[storage] = stand_in
-        if handle_of(value, 0) != handle_of(stand_in, 0):
+        if place_of(value) != place_of(stand_in):
             with noting(), torch.no_grad():
                 stand_in = stand_in.as_strided(value.shape, value.stride(), value.storage_offset())
         self._met.append((TensorWeakRef(tensor), value))
@@ -177,7 +177,7 @@ class Session(TorchDispatchMode):
         storage = storage_of(tensor)
         value = self._shown.get(storage)
         if value is not None:
-            return storage in self._changed or handle_of(tensor, 0) != handle_of(value, 0)
+            return storage in self._changed or place_of(tensor) != place_of(value)
         return storage in self._born
 
     def find_written(self) -> list[Tensor]:

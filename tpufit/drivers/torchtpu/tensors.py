@@ -7,10 +7,14 @@ from torch import Tensor
 from ...runtime.aliases import storage_of
 
 
-def handle_of(tensor: Tensor, storage: int | None = None) -> Hashable:
-    """Return the identity of a tensor's memory, or of the same part of another storage."""
-    base = storage_of(tensor) if storage is None else storage
-    return base, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+def handle_of(tensor: Tensor) -> Hashable:
+    """Return the identity of a tensor's memory."""
+    return storage_of(tensor), place_of(tensor)
+
+
+def place_of(tensor: Tensor) -> Hashable:
+    """Return the identity of the part of its storage that a tensor shows."""
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def on_tpu(tensor: Tensor) -> bool:

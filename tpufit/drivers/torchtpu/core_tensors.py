@@ -1,0 +1,169 @@
+"""`CoreTensors`: the tensors that all cores have, with the numbers by which messages name them.
+
+A program of several cores takes and returns dozens of tensors at each step, so this file notes tensors in batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime.aliases import storage_of
+from .tensors import place_of
+
+_MORE = 2  # the batches that are checked for freed tensors, besides the number of new batches
+
+
+class Given(NamedTuple):
+    """What programs take in place of a tensor: this core's part, or a copy that all processes have received."""
+
+    among: Sequence[Tensor]
+    at: int = 0
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Tensors that were noted together. Each attribute has an item for each tensor."""
+
+    numbers: Sequence[int]
+    places: Sequence[Hashable]  # in their storages
+    versions: Sequence[int]  # PyTorch's counts of changes
+    axes: Sequence[int | None]  # the dimensions that are split over the cores
+    given: list[Given | None] | None  # None: programs take the tensors themselves
+    storages: Sequence[int]
+    memory: Sequence[int]  # weak references to the storages: no other storage gets its address while one exists
+    remaining: Sequence[int]  # the indices of tensors that aren't known to be freed
+
+
+class Known(NamedTuple):
+    """A tensor of a batch."""
+
+    batch: _Batch
+    i: int
+
+    @property
+    def number(self) -> int:
+        """The tensor's number."""
+        return self.batch.numbers[self.i]
+
+    @property
+    def axis(self) -> int | None:
+        """The dimension that is split over the cores; None: each core has the whole tensor."""
+        return self.batch.axes[self.i]
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """Return what programs take in place of the tensor, or the tensor itself."""
+        given = self.batch.given and self.batch.given[self.i]
+        return given.among[given.at] if given else tensor
+
+
+class CoreTensors:
+    """The tensors that all cores have.
+
+    Attributes:
+        forgotten: The numbers of tensors that this process has freed or replaced, which the other cores still have.
+    """
+
+    def __init__(self) -> None:
+        self.forgotten: list[int] = []
+        self._known: dict[int, list[Known]] = {}  # by storage
+        self._batches: deque[_Batch] = deque()
+        self._new = 0  # batches since the last `forget_freed`
+
+    def note(
+        self,
+        tensors: Sequence[Tensor],
+        numbers: Sequence[int],
+        axes: Sequence[int | None] | None = None,
+        given: list[Given | None] | None = None,
+        places: Sequence[Hashable] | None = None,
+    ) -> None:
+        """Note tensors that all cores have under these numbers.
+
+        Args:
+            tensors: The tensors.
+            numbers: A number for each tensor.
+            axes: The dimensions along which the tensors are split over the cores (default: all are whole).
+            given: What programs take in place of each tensor (default: the tensor itself).
+            places: The result of `place_of` for each tensor, if it is already known.
+        """
+        memory = [tensor.untyped_storage() for tensor in tensors]
+        batch = _Batch(
+            numbers,
+            places or list(map(place_of, tensors)),
+            [tensor._version for tensor in tensors],
+            axes or [None] * len(tensors),
+            given,
+            [storage._cdata for storage in memory],
+            [_refer_weakly(storage) for storage in memory],
+            range(len(tensors)),
+        )
+        # Before the storages are looked up: an interrupt in between must not leave a storage that has no reference.
+        self._batches.append(batch)
+        self._new += 1
+        for i, storage in enumerate(batch.storages):
+            known = self._known.get(storage)
+            if known is None:
+                self._known[storage] = [Known(batch, i)]
+            else:
+                self._replace(known, Known(batch, i))
+
+    def _replace(self, known: list[Known], new: Known) -> None:
+        """Note another tensor of a known storage, in place of an earlier tensor of the same place."""
+        place = new.batch.places[new.i]
+        old = [one for one in known if one.batch.places[one.i] == place]
+        known[:] = [*(one for one in known if one not in old), new]
+        self._forget(old)
+
+    def find(self, tensor: Tensor) -> Known | None:
+        """Return what is known of a tensor; None if the other cores lack it, or the user has changed it."""
+        known = self._known.get(storage_of(tensor))
+        if known is not None:
+            place = place_of(tensor)
+            for one in known:
+                batch, i = one
+                if batch.places[i] == place:
+                    current = batch.axes[i] is not None or batch.versions[i] == tensor._version
+                    return one if current else None
+        return None
+
+    def drop(self, tensor: Tensor) -> None:
+        """Forget a tensor, and those with which it shares memory."""
+        self._forget(self._known.pop(storage_of(tensor), ()))
+
+    def forget_freed(self) -> None:
+        """Forget tensors that this process has freed. Each call checks some of the batches, the oldest first."""
+        checked = min(self._new + _MORE, len(self._batches))
+        self._new = 0
+        for _ in range(checked):
+            batch = self._batches.popleft()
+            memory = batch.memory
+            freed = [i for i in batch.remaining if _is_freed(memory[i])]
+            for i in freed:
+                known = self._known.get(batch.storages[i], [])
+                known[:] = [one for one in known if one.batch is not batch or one.i != i]
+                if not known:
+                    self._known.pop(batch.storages[i], None)
+            self._forget([Known(batch, i) for i in freed])
+            for i in freed:  # last, because from now on other storages can get the addresses
+                _release(memory[i])
+            if len(freed) < len(batch.remaining):
+                batch.remaining = sorted(set(batch.remaining).difference(freed))
+                self._batches.append(batch)
+
+    def _forget(self, known: Sequence[Known]) -> None:
+        for batch, i in known:
+            self.forgotten.append(batch.numbers[i])
+            if batch.given is not None:
+                batch.given[i] = None  # frees the part
+
+
+# Functions of PyTorch in C, for which it has no types.
+_refer_weakly: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._weak_ref  # type: ignore[assignment]
+_is_freed: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
+_release: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
