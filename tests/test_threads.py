@@ -157,8 +157,8 @@ def test_a_thread_that_is_waited_for_is_refused(monkeypatch):
         thread, answers = in_thread(lambda: turns.taking_turn("predict").__enter__())
         thread.join(120)
     assert isinstance(answers[0], BusyError) and not turns.waited_for
-    assert "predict can't begin beside fit in thread 'MainThread'" in str(answers[0])
-    assert "which has stood at test_threads.py:" in str(answers[0])
+    assert "predict can't start: fit in thread 'MainThread'" in str(answers[0])
+    assert "hasn't moved from test_threads.py:" in str(answers[0])
 
 
 def model(seed=0, **options):

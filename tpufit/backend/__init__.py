@@ -1,20 +1,20 @@
-"""What the rest of tpufit asks of a device: a contract that `runtime/` fulfils with a driver, and `eager` with PyTorch.
+"""The interface of a device for the rest of tpufit; `runtime/` implements it with a driver, and `eager` with PyTorch.
 
 | file | its idea |
 | --- | --- |
-| `attention` | how attention is to be computed, and is |
+| `attention` | the requested form of attention, and each layer's actual form |
 | `cores` | the cores of a process |
-| `placement` | where steps run, and how tensors lie there |
+| `placement` | where steps run, and how tensors are laid out there |
 | `device_state` | the tensors that steps change |
-| `program` | a step, and how it is run |
+| `program` | a step, and how it runs |
 | `in_flight` | how far steps run ahead of the device |
-| `step_load` | what a step needs, for errors |
-| `functions` | what the rest of tpufit asks of a device, beside these |
-| `threads` | threads use the device one after another |
+| `step_load` | the memory that a step needs, for errors |
+| `functions` | the functions that the rest of tpufit calls, besides these classes |
+| `threads` | lets threads use the device one after another |
 | `eager` | all of it in plain PyTorch on the host, for `run_eagerly` |
 
-mypy compares: the classes of a backend inherit from these, or are returned as these, and `runtime/conforms.py` compares
-the functions. `docs/backends.md` says what a new one needs, method by method.
+mypy checks a backend against this interface: its classes inherit from these classes or are returned as these types, and
+`runtime/conforms.py` compares the functions. `docs/backends.md` says what a new backend needs, method by method.
 """
 
 from .attention import ATTENTION, AttentionForms

@@ -1,4 +1,4 @@
-"""`AttentionForms`: how attention is to be computed, and how each layer's is."""
+"""`AttentionForms`: the requested form of attention, and each layer's actual form."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ ATTENTION = ("auto", "plain", "flash")
 
 @dataclass
 class AttentionForms:
-    """How attention is to be computed, and how each layer's is."""
+    """The requested form of attention, and each layer's actual form."""
 
-    asked: str = "plain"  # or "flash", or "auto": flash attention where it is worth it
-    # "flash", or "plain" with the reason, by the module that called for attention.
+    asked: str = "plain"  # or "flash", or "auto": flash attention where it is faster
+    # "flash", or "plain" with the reason, by the module that called attention.
     of_layers: MutableMapping[nn.Module, str] = field(default_factory=WeakKeyDictionary)
-    told: set[str] = field(default_factory=set)  # the reasons that were warned of
+    told: set[str] = field(default_factory=set)  # the reasons of past warnings
 
     def named(self, module: nn.Module) -> dict[str, str]:
-        """What each layer has got, by its name.
+        """Return the actual form of each layer's attention, by the layer's name.
 
         Example:
             >>> net = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)})

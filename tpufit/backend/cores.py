@@ -11,9 +11,9 @@ class Cores:
     """The cores that this process computes on."""
 
     count: int  # at least 1
-    index: int  # of the one core, from 0; several are all that the host has
+    index: int  # of a single core, from 0; several cores are always all cores of the host
     platform: str  # "CPU", "TPU" or "CUDA"; "host": the processor, without a runtime
-    settled_by: str  # the call that settled them, and its line, for messages
+    settled_by: str  # the call that settled the cores, and its line, for messages
     hosts: int = 1
 
     @property

@@ -15,14 +15,14 @@ from .program import Body, Pause, Program, Sums
 
 
 class _Synchronous(InFlight):
-    """Nothing is ever under way: a step is computed when its call returns."""
+    """Steps are never pending: a step has been computed when its call returns."""
 
     def add(self, result: Tensor, nbytes: int) -> Tensor | None:
         return result
 
 
 class _InOrder(InFlight):
-    """The device computes in order, and its queue holds back the host when it is full: no step is waited for."""
+    """No step is waited for: the device computes in order, and a full queue of the device blocks the host."""
 
     def add(self, result: Tensor, nbytes: int) -> Tensor | None:
         return None
@@ -30,7 +30,7 @@ class _InOrder(InFlight):
 
 @dataclass(frozen=True)
 class EagerPlacement(Placement):
-    """A device that computes each operation of PyTorch when its Python runs: the host's processor, or a GPU."""
+    """A device that runs each PyTorch operation when Python calls it: the host's processor, or a GPU."""
 
     where: torch.device
 
@@ -48,7 +48,7 @@ class EagerPlacement(Placement):
 
     @property
     def memory_used(self) -> int | None:
-        # The most so far: after a step PyTorch has given back what the step needed beside the state.
+        # The peak so far: after a step, PyTorch has freed what the step needed in addition to the state.
         return torch.cuda.max_memory_allocated(self.where) if self.where.type == "cuda" else None
 
     @property
@@ -58,8 +58,8 @@ class EagerPlacement(Placement):
     def send(self, tensors: Sequence[Tensor], sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE) -> list[Tensor]:
         if self.on_host:
             return list(tensors)
-        # The host waits for a copy unless its source is pinned. PyTorch keeps pinned memory for later copies, so pinned
-        # weights would stay in the host's memory twice.
+        # The host waits for a copy unless the source is pinned. PyTorch reuses pinned memory for later copies instead
+        # of freeing it, so pinned weights would stay in the host's memory twice.
         each = sharding_of_each(sharding, len(tensors))
         pins = self.where.type == "cuda"
         return [
@@ -107,7 +107,7 @@ class HostState(DeviceState):
 
 
 class EagerProgram(Program):
-    """A step that runs as PyTorch does. Its random numbers are PyTorch's own, seeded for each step."""
+    """A step that runs as plain PyTorch, with PyTorch's generators seeded for each step."""
 
     def __init__(self, sums: Sums, jit_compile: str | bool = "auto", device: torch.device = HOST.device) -> None:
         super().__init__(jit_compile)

@@ -1,6 +1,7 @@
-"""`Backend`: the functions that the rest of tpufit asks of a device, beside the methods of the classes in this package.
+"""`Backend`: the functions that the rest of tpufit calls, besides the methods of the classes in this package.
 
-A module fulfils it: `runtime/conforms.py` lets mypy compare. Each function's own docstring there has its arguments.
+A module implements the protocol; `runtime/conforms.py` lets mypy compare them. The docstrings of the functions in that
+module describe the arguments.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,10 +25,10 @@ class Backend(Protocol):
     """A device and its runtime.
 
     Attributes:
-        Recorder: Takes the place of a device that isn't there, and keeps the programs of steps, for a preflight.
-        Recorded: A program that it keeps.
-        KernelWork: What a kernel of a program computes and moves.
-        COUNTS: The type for the classes and the counts of one batch: integers that the device computes at full speed.
+        Recorder: Stands in for an absent device, and keeps the programs of steps, for a preflight.
+        Recorded: A program that a recorder keeps.
+        KernelWork: The operations and bytes of a kernel in a program.
+        COUNTS: The dtype for the classes and the counts of one batch: integers that the device computes at full speed.
     """
 
     Recorder: Any
@@ -41,45 +42,45 @@ class Backend(Protocol):
         """Settle the cores of the process, before any step."""
 
     def start(self, cores: CoresArgument, asked_by: str, eager: bool = ...) -> Cores:
-        """Start the runtime, or make sure that it runs on these cores."""
+        """Start the runtime, or check that it already runs on these cores."""
 
     def start_absent(self, count: int, asked_by: str) -> Cores:
-        """Start the runtime where steps are only traced, for a preflight."""
+        """Start the runtime for tracing only, with this number of absent cores, for a preflight."""
 
     def get_settled_cores(self) -> Cores | None:
-        """The cores of the process, if they are settled."""
+        """Return the cores of the process; None before they are settled."""
 
     def platform(self) -> str:
-        """The kind of device that `"auto"` means."""
+        """Return the kind of device that `"auto"` chooses."""
 
     def count_available_cores(self, used: int) -> int:
-        """The number of cores that this host's device has."""
+        """Return the number of cores of this host's device."""
 
     def device_memory(self) -> int | None:
-        """A core's memory in bytes, if it is known."""
+        """Return a core's memory in bytes; None if unknown."""
 
     def memory_used(self) -> int | None:
-        """The bytes of a core's memory that are in use, if they are known."""
+        """Return the bytes of a core's memory that are in use; None if unknown."""
 
     def set_matmul_precision(self, name: str) -> None:
         """Set the precision of float32 matrix products."""
 
     def versions(self) -> dict[str, str]:
-        """The versions that the last digits of a training depend on."""
+        """Return the installed versions that the last digits of a training depend on."""
 
     def message_of(self, error: BaseException) -> str:
-        """The text of an error of the runtime, for users."""
+        """Return the text of a runtime's error for users."""
 
     # Hosts
 
     def process_index(self) -> int:
-        """The number of this host."""
+        """Return the index of this host, from 0."""
 
     def process_count(self) -> int:
-        """The number of hosts."""
+        """Return the number of hosts."""
 
     def may_have_hosts(self) -> bool:
-        """False if no other host computes with this one, as far as it is known before the start."""
+        """Return False if it is certain, before the start too, that no other host computes with this one."""
 
     # Tensors
 
@@ -87,13 +88,13 @@ class Backend(Protocol):
         """Send this host's rows of a global batch, without waiting."""
 
     def gather_rows(self, nest: Any, placement: Placement) -> Any:
-        """The same values, such that each host can read them."""
+        """Return the same values whole on every core, so that each host can read them."""
 
     def value_of(self, tensor: Tensor, placement: Placement) -> Tensor | None:
-        """Return the value of a tensor on the host; None for one that a step's trace has yet to compute."""
+        """Return the value of a computed tensor on the host; None for a pending tensor, as in a step's trace."""
 
     def fetch_rows(self, nest: Any, mine: Sequence[int], reason: str) -> Any:
-        """Copy this host's rows of a step's outputs to the host, which waits."""
+        """Copy this host's rows of a step's outputs to the host. **This waits**."""
 
     def to_device(
         self, tensors: Sequence[Tensor], placement: Placement, sharding: Sharding | Sequence[Sharding] = ...
@@ -101,16 +102,16 @@ class Backend(Protocol):
         """Copy host tensors to the device, without waiting."""
 
     def to_host(self, tensors: Sequence[Tensor], reason: str, collective: bool = ...) -> list[Tensor]:
-        """Copy tensors to the host, which waits."""
+        """Copy tensors to the host. **This waits**."""
 
     def fetch(self, nest: Any, reason: str) -> Any:
-        """Copy the tensors of a nest to the host, which waits once."""
+        """Copy the tensors of a nest to the host. **This waits**, once for all tensors."""
 
     def fetch_each(self, tensors: Iterable[Tensor], reason: str) -> Iterator[Tensor]:
-        """Copy tensors to the host one after the other, which waits."""
+        """Copy tensors to the host one after the other. **This waits**."""
 
     def copy_to_host(self, tensors: Sequence[Tensor], reason: str) -> list[Tensor]:
-        """Copy tensors to host memory of their own, which waits once."""
+        """Copy tensors to separate host memory. **This waits**, once for all tensors."""
 
     def move(
         self, tensors: Iterable[Tensor], placement: Placement, names: Names = ..., shardings: Shardings = ...
@@ -118,19 +119,19 @@ class Backend(Protocol):
         """Move tensors in place."""
 
     def swap_value(self, tensor: Tensor, value: Tensor, requires_grad: bool | None = ...) -> Tensor:
-        """Give a tensor object another value."""
+        """Give a tensor object a new value."""
 
     def reshard(self, tensors: Iterable[Tensor], placement: Placement, shardings: Shardings) -> None:
-        """Let tensors lie over the cores as they should from now on, which may wait."""
+        """Change the shardings of tensors. **This waits** for each tensor whose sharding differs."""
 
     def assuming_finite(self) -> AbstractContextManager[None]:
-        """A context in which extremes and sums of exponentials need no care for infinite numbers."""
+        """A context in which extremes and sums of exponentials get only finite numbers, and needn't handle others."""
 
     def without_unsharding(self) -> AbstractContextManager[None]:
-        """A context in which split weights are computed with as they are."""
+        """A context in which split weights aren't gathered: each core computes with its part of them."""
 
     def unguarding(self) -> AbstractContextManager[None]:
-        """A context in which this thread reads the tensors of a trace directly, without a look at other threads."""
+        """A context in which this thread reads the tensors of a trace without checking for other threads."""
 
     def copy_into(
         self, targets: Sequence[Tensor], values: Sequence[Tensor], placement: Placement, shardings: Shardings = ...
@@ -145,7 +146,7 @@ class Backend(Protocol):
     # Steps
 
     def placement_on(self, cores: Cores, recorder: Any = ...) -> Placement:
-        """The placement of steps on cores, or on absent ones."""
+        """Return the placement of steps on cores, or on a recorder that stands in for absent cores."""
 
     def state_at(
         self,
@@ -154,7 +155,7 @@ class Backend(Protocol):
         shardings: Mapping[int, Sharding] | None = ...,
         slots: Callable[[], Sequence[Slot]] = ...,
     ) -> DeviceState:
-        """The state of tensors that are at a placement."""
+        """Return the state of tensors at a placement."""
 
     def program_at(
         self,
@@ -170,63 +171,63 @@ class Backend(Protocol):
         python_state: Callable[[], dict[str, Any]] = ...,
         kept: Callable[[], Mapping[str, Tensor]] = ...,
     ) -> Program:
-        """A step at a placement."""
+        """Return the program of a step at a placement."""
 
     def tracing(self) -> bool:
         """True while a step is being traced."""
 
     def tracing_since(self) -> float | None:
-        """The time when the capture under way began."""
+        """Return the time when the current capture began; None outside of captures."""
 
     def recomputing(self, blocks: Mapping[Any, str], seeds: object) -> AbstractContextManager[None]:
         """A context in which blocks, and calls of `torch.utils.checkpoint`, are computed again in the backward pass."""
 
     def replace_encoder(self) -> AbstractContextManager[None]:
-        """A context in which evaluated `nn.TransformerEncoder`s set padded positions to zero, as on the host."""
+        """A context in which an evaluated `nn.TransformerEncoder` sets padded positions to zero, as on the host."""
 
     def has_kernel(self, operation: str) -> bool:
         """True if the device computes an operation itself."""
 
     def falls_back(self, name: str) -> bool:
-        """True if the device computes no form of an operation."""
+        """True if the device computes no overload of an operation."""
 
     def translate(self, error: BaseException, load: Load | None = ...) -> Exception | None:
-        """The error of tpufit for one of the runtime."""
+        """Translate an error of the runtime into an error of tpufit; None for an unknown error."""
 
     # Counters
 
     def counts(self) -> Counts:
-        """The counters as they stand."""
+        """Return the current counters."""
 
     def live_tensors(self) -> int:
-        """The number of tensors on the device."""
+        """Return the number of tensors on the device."""
 
     def metrics_report(self) -> str:
-        """The runtime's own report."""
+        """Return the runtime's own report."""
 
     def cure_for(self, cause: str) -> str:
-        """The cure for what keeps a step from being replayed."""
+        """Return the cure for what prevents a step from being replayed."""
 
     def explain_slowness(self, role: str, cause: str, eagerly: bool) -> str:
-        """A sentence about a step that isn't replayed, with its cure."""
+        """Return a sentence about a step that isn't replayed, with its cure."""
 
     def start_profile(self, folder: Any) -> Callable[[], None]:
-        """Begin to record a profile, and return what ends the recording."""
+        """Start recording a profile, and return the function that stops the recording."""
 
     def keeps_bfloat16(self, kind: str) -> bool:
-        """True if steps for a kind of device keep the weights of attention in bfloat16."""
+        """True if attention on a kind of device should keep its weights for the backward pass in bfloat16."""
 
     def has_flash(self, kind: str) -> bool:
-        """True if there is a kernel for flash attention on a kind of device."""
+        """True if a kind of device has a kernel for flash attention."""
 
     def repeats_bits(self, device: torch.device) -> bool:
-        """True if a value that a device computes twice is the same to the bit."""
+        """True if a device gives the same bits when it computes a value twice."""
 
     def work_in(self, line: str) -> Any:
-        """The work of the kernel that a line of a program calls, if it says it."""
+        """Return the work of the kernel that a line of a program calls; None if it calls no marked kernel."""
 
     def tracing_for(self, kind: str) -> Any:
-        """A context in which operations are traced as for a TPU."""
+        """A context in which operations are traced as for this kind of TPU."""
 
     def scope(self, name: str) -> Any:
         """A context in which traced operations carry a name."""

@@ -1,4 +1,4 @@
-"""`InFlight`: back-pressure. Steps run ahead of the device, which the host waits for now and then."""
+"""`InFlight`: back-pressure. The host starts steps ahead of the device, and sometimes waits for an older step."""
 
 from abc import ABC, abstractmethod
 
@@ -6,22 +6,22 @@ from torch import Tensor
 
 
 class InFlight(ABC):
-    """Lets steps run ahead of the device, and waits for an older one when they are too many.
+    """Lets steps run ahead of the device, and waits for an older step when too many are pending.
 
     Attributes:
-        pace: The seconds that a step takes by now, or None as long as no long run of steps has been measured.
+        pace: The current seconds per step; None until a long run of steps has been measured.
     """
 
     pace: float | None = None
 
     @abstractmethod
     def add(self, result: Tensor, nbytes: int) -> Tensor | None:
-        """Note a step that was just started. **This may wait** for an older one.
+        """Note a step that was just started. **This may wait** for an older step.
 
         Args:
             result: A small result of the step.
             nbytes: The size of its batches.
 
         Returns:
-            The result of the step that was waited for, on the host; None if none was.
+            The result, on the host, of the step that this call waited for; None if it didn't wait.
         """

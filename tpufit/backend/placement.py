@@ -1,4 +1,4 @@
-"""`Placement`: where steps run, and `Sharding`: how a tensor lies over its cores."""
+"""`Placement`: where steps run, and `Sharding`: how a tensor is laid out over the cores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Sharding.WHOLE = Sharding()
 
 
 def sharding_of_each(sharding: Sharding | Sequence[Sharding], count: int) -> Sequence[Sharding]:
-    """Return the sharding of each of `count` tensors, where one may be given for all.
+    """Return the sharding of each of `count` tensors. A single sharding is for all tensors.
 
     Example:
         >>> sharding_of_each(Sharding.ROWS, 2)
@@ -51,16 +51,16 @@ def sharding_of_each(sharding: Sharding | Sequence[Sharding], count: int) -> Seq
 
 
 Shardings = Mapping[int, Sharding]
-"""The shardings of tensors, by their `id`. One that is missing is whole on every core."""
+"""The shardings of tensors, by `id`. A tensor without an entry is whole on every core."""
 
 Names = Mapping[int, str]
-"""The names of tensors, by their `id`."""
+"""The names of tensors, by `id`."""
 
 
 class Placement(ABC):
-    """A place to run steps at: the host, one core, or all cores as one, over which a batch is split by its rows.
+    """Where steps run: on the host, on one core, or on all cores together, with a batch's rows split among them.
 
-    Two placements are equal if tensors of one can be used at the other. The defaults are those of one core.
+    Two placements are equal if tensors at one can be used at the other. The defaults are for one core.
     """
 
     @property
@@ -85,81 +85,82 @@ class Placement(ABC):
 
     @property
     def hosts(self) -> int:
-        """The number of hosts that the cores belong to, at least 1."""
+        """The number of hosts that have these cores, at least 1."""
         return 1
 
     @property
     def shares_only_steps(self) -> bool:
-        """True if several cores compute only steps together, and what runs outside of a step is computed by one."""
+        """True if several cores share only the work of steps, and one core computes everything outside of steps."""
         return False
 
     @property
     def peak(self) -> float | None:
-        """The operations a second that all cores together can compute at most; None if nobody knows."""
+        """The peak of all cores together, in operations per second; None if unknown."""
         return None
 
     @property
     def local_shards(self) -> tuple[int, ...] | None:
-        """The positions of this process's cores along the mesh: the parts of a batch that it has to send.
+        """The positions of this process's cores along the mesh: the parts of a batch that this process sends.
 
-        None without a mesh; with one process all of them. On a pod a host's cores need not be neighbours.
+        None without a mesh; all positions with one process. On a pod a host's cores need not be neighbours.
         """
         return None
 
     @property
     def memory_used(self) -> int | None:
-        """The bytes of a core's memory that are in use; on a GPU the peak so far. None if unknown."""
+        """The bytes of a core's memory that are in use (on a GPU, the peak so far); None if unknown."""
         return None
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """The device of every tensor here. Several cores are one device."""
+        """The device of all tensors at this placement. Several cores are one device."""
 
     @property
     @abstractmethod
     def most_in_flight(self) -> int:
-        """The number of steps of one role that may be under way; of all together three times as many may."""
+        """The number of steps of one role that may be pending; all roles and models together may have three times as
+        many."""
 
     @abstractmethod
     def send(self, tensors: Sequence[Tensor], sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE) -> list[Tensor]:
-        """Copy host tensors here, without waiting.
+        """Copy host tensors to this placement, without waiting.
 
         Args:
-            tensors: Host tensors; one that is here already is passed through.
-            sharding: How they lie over the cores, all of them or one by one (default: whole on every core). A tensor
-                without dimensions is always whole.
+            tensors: Host tensors; tensors that are already at this placement are returned unchanged.
+            sharding: A sharding for all tensors, or one for each (default: whole on every core). A tensor without
+                dimensions is always whole.
 
         Returns:
-            The tensors here, in the same order.
+            The tensors at this placement, in the same order.
         """
 
     @abstractmethod
     def launch(self, role: str, cause: str = "", tensors: Sequence[Tensor] | None = None) -> None:
-        """Start everything that is pending here, without waiting for it.
+        """Start all pending work at this placement, without waiting for it.
 
         Args:
-            role: The role that a graph is counted under, if one must be compiled.
+            role: The role for which a graph is counted, if this compiles one.
             cause: The reason for that graph.
-            tensors: All tensors that may be pending and that Python refers to (default: a search among all objects,
-                which takes a tenth of a second or more if any tensor is pending).
+            tensors: All tensors that may be pending and that Python refers to (default: found by a search among all
+                objects, which takes a tenth of a second or more if any tensor is pending).
         """
 
     @abstractmethod
     def pin(self, tensor: Tensor, sharding: Sharding = Sharding.WHOLE) -> Tensor:
-        """Fix how a result of the step being traced lies over the cores, and return it; else the device may choose.
+        """Fix the sharding of a result of the currently traced step, and return it; else the device may choose it.
 
         Args:
-            tensor: A result that is kept for the next step: a parameter, a sum.
-            sharding: How it lies (default: whole on every core).
+            tensor: A result that is kept for the next step, such as a parameter or a sum.
+            sharding: Its sharding (default: whole on every core).
         """
 
     @abstractmethod
     def lay_out(self, tensor: Tensor, sharding: Sharding) -> Tensor:
-        """The same values with a sharding of their own, in the step being traced; `tensor` keeps its own."""
+        """Return the same values with this sharding, inside a traced step; the sharding of `tensor` doesn't change."""
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The same values, whole on every core, in the step being traced."""
+        """Return the same values whole on every core, inside a traced step."""
         return self.lay_out(tensor, Sharding.WHOLE)
 
     @abstractmethod

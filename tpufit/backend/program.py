@@ -1,5 +1,5 @@
-"""`Program`: a step, and how it is run. The defaults are those of one whose Python runs at each call."""
-# ruff: noqa: B027 - such a one has nothing to do for most of them
+"""`Program`: a step, and how it runs. The defaults are for a program whose Python runs at each call."""
+# ruff: noqa: B027 - such a program needs to do nothing in most of these methods
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..utils.strict import Strict
 
 Body = Callable[[list[Tensor], Callable[[int], None]], Any]
-"""`body(inputs, seed)`: the Python of one step or several. `seed(i)` begins the random numbers of the i-th. The body
+"""`body(inputs, seed)`: the Python of one or more steps. `seed(i)` starts the random numbers of the i-th step. The body
 changes the state's tensors in place, replaces the sums, and returns a nest of tensors."""
 
 Pause = Callable[[], AbstractContextManager[object]]
@@ -20,37 +20,37 @@ Pause = Callable[[], AbstractContextManager[object]]
 
 
 class Sums(Protocol):
-    """Running sums. A step takes them in and gives new ones out; the old stay valid for whoever keeps them."""
+    """Running sums. A step takes the sums and returns new tensors for them; the old tensors stay valid."""
 
     tensors: list[Tensor]
-    """The sums as they stand."""
+    """The current sums."""
 
     begun: list[Tensor]
-    """The sums that the step being traced began with, and those that it made itself."""
+    """The sums before the currently traced step, including sums that this step has created."""
 
     def begin(self) -> None:
-        """Begin a trace."""
+        """Begin the trace of a step."""
 
     def roll_back(self) -> None:
-        """Take a trace back that isn't run."""
+        """Restore the sums from before a trace that won't run."""
 
 
 class Program(ABC):
     """A step of one role.
 
-    Calls are told apart by a key: everything that a graph depends on but the values of tensors.
+    Each call has a key, which consists of everything that a graph depends on except the values of tensors.
 
     Args:
-        jit_compile: `"auto"`: replay what can be replayed. True: an error if it can't be. False: trace every call.
+        jit_compile: `"auto"`: replay if possible. True: raise an error if not. False: trace every call.
 
     Attributes:
         jit_compile: The argument.
-        traced_because: The reason why the step is traced on every call; empty as long as it isn't.
-        products: The formats in which the last trace computed matrix products.
+        traced_because: The reason why the step is traced on every call; empty if it isn't.
+        products: The dtypes in which the last trace computed matrix products.
         cause: The reason for the next graph, for the report.
         traced_keys: The keys of all calls that have been traced.
         donated: The size of the state that a replay writes over, in bytes.
-        operations: What the graph that ran last computes, in operations; 0 if nobody has counted.
+        operations: The number of operations in the graph that ran last; 0 if they weren't counted.
     """
 
     def __init__(self, jit_compile: str | bool = "auto") -> None:
@@ -66,48 +66,48 @@ class Program(ABC):
     def __call__(
         self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body, pause: Pause = nullcontext
     ) -> Any:
-        """Run the body's Python once, and whatever it computes. No step is waited for.
+        """Run the body's Python once, and start the work that it records, without waiting for the device.
 
         Args:
-            key: Everything that the graph depends on but the values of tensors: shapes, modes, options.
-            inputs: Batches, rates and numbers. The body may add to the list: the next call gives those, too.
+            key: Everything that the graph depends on except the values of tensors: shapes, modes, options.
+            inputs: Batches, rates and numbers. The body may add inputs to the list; the next call must pass these, too.
             seeds: One for each step.
             body: The Python of the steps.
-            pause: Gives a context in which nothing else sends anything to the device.
+            pause: Returns a context in which nothing else is sent to the device.
 
         Returns:
-            The body's result. Its tensors have values as soon as the device has computed them.
+            The body's result. Its tensors have values once the device has computed them.
         """
 
     @property
     def captures(self) -> bool:
-        """True if calls are captured, to be replayed: then their keys must be right, and they may join steps."""
+        """True if calls are captured for replays. Keys must then be correct, and a call may join several steps."""
         return False
 
     @property
     def runs_eagerly(self) -> bool:
-        """True if the device computes operation by operation, as no trace can have the whole step."""
+        """True if the device computes operation by operation, because the step can't be traced as a whole."""
         return False
 
     def begin_pass(self, strict: Strict, new: Strict) -> None:
         """Begin a pass over data.
 
         Args:
-            strict: The policy on whatever makes steps slow.
-            new: The policy on a new graph of a step that is replayed.
+            strict: The policy on everything that slows down steps.
+            new: The policy on a new graph for a step that is already replayed.
         """
 
     def forget(self) -> None:
-        """Forget all graphs: the state has other tensors than they have."""
+        """Forget all graphs, because the tensors of the state have changed."""
 
     def try_again(self) -> None:
-        """Try again to replay a step that was given up: another `fit` may have other data, or be strict."""
+        """Try again to capture a step that couldn't be replayed: another `fit` may have other data, or be strict."""
 
     def note_users_code(self, seldom: bool) -> None:
-        """Note that user code has run between steps, at each or `seldom`: it may have changed what the body reads."""
+        """Note that user code has run, which may have changed what the body reads; `seldom`: not at each step."""
 
     def replays(self, key: Hashable) -> bool:
-        """True if the next call with this key needs none of the body's Python: `replay` will do."""
+        """True if the next call with this key doesn't need the body's Python, so that `replay` suffices."""
         return False
 
     def replay(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
@@ -118,7 +118,7 @@ class Program(ABC):
         """True if the next replay should be audited first.
 
         Args:
-            key: See `__call__`. Its graph is replayed, see `replays`.
+            key: See `__call__`. `replays` must be True for it.
             remaining: The number of groups of steps in the pass after this one, or None if unknown.
         """
         return False
@@ -132,9 +132,9 @@ class Program(ABC):
         pause: Pause = nullcontext,
         sample: Body | None = None,
     ) -> None:
-        """Trace a step that is replayed, and compare. If it is another one, `replays` is false from then on.
+        """Trace a replayed step again, and compare the graphs. If they differ, `replays` is False from then on.
 
-        Nothing is run, and the state is left as it is. The arguments are those of `__call__` and `trace_sample`.
+        Nothing runs, and the state doesn't change. The arguments are as in `__call__` and `trace_sample`.
         """
 
     def lacks_sample(self, key: Hashable) -> bool:
@@ -144,16 +144,19 @@ class Program(ABC):
     def trace_sample(
         self, key: Hashable, inputs: list[Tensor], seeds: list[int], sample: Body, pause: Pause = nullcontext
     ) -> None:
-        """Trace one of several joined steps alone, for audits to compare: to trace all would take them as many times.
+        """Trace only one of several joined steps, which audits compare: tracing all would take several times as long.
 
         Args:
             key: See `__call__`.
             inputs: Batches and rates, of all steps.
             seeds: One for each step.
-            sample: The Python of the one step.
+            sample: The Python of this single step.
             pause: See `__call__`.
         """
 
     def pop_change(self) -> tuple[str, int] | None:
-        """Return the change that the last audit has found, once: in words if it is known, and the steps in doubt."""
+        """Return the change that the last audit has found: its description or "", and the number of doubtful steps.
+
+        None if there is no change, or if this method has already returned it.
+        """
         return None

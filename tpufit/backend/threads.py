@@ -1,8 +1,8 @@
 """`turns`: the threads of a process use its device one after another.
 
-A step is traced for the whole process, and the weights are out of the user's tensors while steps are replayed. So each
-method of a model that touches either has the device to itself. Another thread waits for the end of the call, or for a
-place between two steps of a `fit`, an `evaluate` or a `predict`, where `give_way` lets it in.
+Tracing a step affects the whole process, and while steps are replayed the user's tensors have no values. So each method
+of a model that traces, or touches weights, has the device to itself. Another thread waits until the call has ended, or
+until `give_way` lets it in between two steps of a `fit`, an `evaluate` or a `predict`.
 """
 
 import os
@@ -22,11 +22,11 @@ from ..utils.collector import collector
 from ..utils.tracebacks import fold
 from ..utils.users_code import find_line_of_thread, warn
 
-_LOOK = 0.25  # seconds between two looks at the thread that is waited for
-# Seconds for which that thread may stand still in code that is neither PyTorch's nor ours: a callback may be waiting
-# for the very thread that waits here.
+_LOOK = 0.25  # seconds between two checks of the thread that has the device
+# Seconds for which that thread may stay at one instruction outside PyTorch and tpufit. After that it counts as blocked,
+# perhaps in a callback that waits for the thread that waits here.
 _PATIENCE = 10.0
-_SILENCE = 60.0  # seconds of waiting after which a warning says so
+_SILENCE = 60.0  # seconds of waiting before a warning
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -37,14 +37,14 @@ class _Waiter:
     def __init__(self, call: str, alone: bool = False, resumes: bool = False) -> None:
         self.thread = threading.get_ident()
         self.call = call
-        self.alone = alone  # its call can't run between two steps of another
-        self.resumes = resumes  # its call has begun, and has let in another
+        self.alone = alone  # its call can't run between two steps of another call
+        self.resumes = resumes  # its call has already begun, and has let another call in
         self.granted = threading.Lock()
         self.granted.acquire()
 
 
 class Turns:
-    """Lets one thread at a time use the device. The thread that has it may ask again, as a callback does.
+    """Lets one thread at a time use the device. The thread that has it may take it again, as a callback does.
 
     Example:
         >>> turns = Turns()
@@ -58,22 +58,22 @@ class Turns:
     def _begin(self) -> None:
         self._process = os.getpid()
         self._free = threading.Lock()  # held by the owner, and passed on with the ownership
-        self._owner: int | None = None  # the thread's identity
-        self._calls: list[str] = []  # of the owner, each inside the one before
+        self._owner: int | None = None  # the identity of the thread that has the device
+        self._calls: list[str] = []  # the owner's calls, outermost first
         self._waiting: deque[_Waiter] = deque()
-        self._suspended: list[_Waiter] = []  # calls that have let in others, each inside the one before
+        self._suspended: list[_Waiter] = []  # calls that have let other calls in, outermost first
 
     @contextmanager
     def taking_turn(self, call: str, alone: bool = False) -> Iterator[None]:
         """A context in which no other thread uses the device.
 
         Args:
-            call: The method that asks, for messages.
-            alone: True for a call that can't run between two steps of another (default False).
+            call: The calling method, for messages.
+            alone: True for a call that can't run between two steps of another call (default False).
 
         Raises:
-            BusyError: The other thread may be waiting for this one; or this is a host of a pod, where all hosts would
-                have to let the same thread in at the same step.
+            BusyError: The thread that has the device may be waiting for this thread; or this is a host of a pod, where
+                all hosts would have to let the same thread in at the same step.
         """
         self._take(call, alone)
         try:
@@ -82,7 +82,7 @@ class Turns:
             self._leave()
 
     def give_way(self) -> None:
-        """Let in a thread that waits, between two steps; nothing happens if there is none."""
+        """Let a waiting thread use the device, between two steps. Does nothing if no thread waits."""
         if self._waiting and self._owner == threading.get_ident():
             with self._suspending() as own:
                 waiter = self._first_waiter()
@@ -98,7 +98,7 @@ class Turns:
 
     @contextmanager
     def lending(self) -> Iterator[None]:
-        """A context in which other threads may use the device, as the user's data are read here."""
+        """A context in which other threads may use the device, while this thread reads the user's data."""
         if self._owner != threading.get_ident():
             yield
             return
@@ -115,7 +115,7 @@ class Turns:
                         self._resume(own)
 
     def describe_other_call(self) -> str:
-        """Say which call of another thread is under way, e.g. `fit in thread 'MainThread'`; nothing if none is."""
+        """Describe the current call of another thread, e.g. `fit in thread 'MainThread'`; "" if there is none."""
         thread, call = self._find_current_call(outermost=True)
         return "" if thread in (0, threading.get_ident()) else _name_thread(thread, call)
 
@@ -129,7 +129,7 @@ class Turns:
         self._calls.append(call)
 
     def _leave(self) -> None:
-        if self._owner == threading.get_ident():  # else a second interrupt has ended the wait of `_resume`
+        if self._owner == threading.get_ident():  # not if a second interrupt has ended the wait in `_resume`
             self._calls.pop()
             if not self._calls:
                 self._pass_on()
@@ -147,7 +147,7 @@ class Turns:
                 self._calls = calls
 
     def _try_to_take(self, waiter: _Waiter) -> bool:
-        """Take the device if it is free, and the waiter may have it now."""
+        """Take the device for a waiter, if it is free and the waiter may have it now."""
         if not self._free.acquire(blocking=False):
             return False
         if not self._may_have(waiter):
@@ -163,11 +163,11 @@ class Turns:
         return not (waiter.alone and self._suspended)
 
     def _pass_on(self) -> None:
-        """Give the device to the first thread that waits and may have it, or to the next one that asks."""
+        """Give the device to the first waiting thread that may have it; without such a thread, release it."""
         while (waiter := self._first_waiter()) is None:
             self._owner = None
             self._free.release()
-            # One may have begun to wait in this moment.
+            # A thread may have begun to wait just before the release.
             if not any(map(self._may_have, tuple(self._waiting))) or not self._free.acquire(blocking=False):
                 return
         self._grant(waiter)
@@ -177,7 +177,7 @@ class Turns:
             if self._may_have(waiter):
                 try:
                     self._waiting.remove(waiter)
-                except ValueError:  # it has just given up
+                except ValueError:  # the thread has just given up
                     continue
                 return waiter
         return None
@@ -188,12 +188,12 @@ class Turns:
         waiter.granted.release()
 
     def _resume(self, own: _Waiter) -> None:
-        """Wait for the end of the call that was let in."""
+        """Wait until the call that was let in has ended."""
         try:
             own.granted.acquire()
         except BaseException:
             try:
-                own.granted.acquire()  # what cleans up after an interrupt needs the device
+                own.granted.acquire()  # the cleanup after an interrupt needs the device
             except BaseException:
                 self._give_up(own)
                 raise
@@ -202,16 +202,16 @@ class Turns:
     def _give_up(self, own: _Waiter) -> None:
         try:
             self._waiting.remove(own)
-        except ValueError:  # it was granted in this moment
+        except ValueError:  # the device has just been given to this thread
             self._pass_on()
 
     def _wait(self, own: _Waiter) -> None:
         """Wait until another thread gives the device to this one."""
         if (hosts.find_index_and_count() or (0, 1))[1] > 1:
-            why = "On a pod all hosts take the same steps, so call both methods in one thread"
-            raise BusyError(f"{own.call} can't begin beside {_name_thread(*self._find_current_call())}. {why}")
+            why = "On a pod all hosts must take the same steps, so call both methods in one thread"
+            raise BusyError(f"{own.call} can't start during {_name_thread(*self._find_current_call())}. {why}")
         self._waiting.append(own)
-        if self._try_to_take(own):  # it has become free in this moment
+        if self._try_to_take(own):  # the device has just become free
             self._waiting.remove(own)
             return
         began = since = monotonic()
@@ -227,9 +227,9 @@ class Turns:
                 elif now - since > _PATIENCE:
                     thread, call = self._find_current_call()
                     raise BusyError(
-                        f"{own.call} can't begin beside {_name_thread(thread, call)}, which has stood at "
-                        f"{find_line_of_thread(thread)} for {_PATIENCE:g} s, maybe waiting for this thread. Call "
-                        f"{own.call} in that thread, or don't let it wait for this one"
+                        f"{own.call} can't start: {_name_thread(thread, call)} hasn't moved from "
+                        f"{find_line_of_thread(thread)} for {_PATIENCE:g} s, and may be waiting for this thread. Call "
+                        f"{own.call} in that thread, or don't let that thread wait for this one"
                     )
                 if not told and now - began > _SILENCE:
                     told = True
@@ -240,14 +240,18 @@ class Turns:
             raise
 
     def _find_current_call(self, outermost: bool = False) -> tuple[int, str]:
-        """The thread that others wait for, and its call: the innermost one if it has let in others. 0 if none is."""
+        """Return the thread that others wait for, and its call. The thread is 0 if there is none.
+
+        By default it is the thread that has the device, else the innermost call that has let others in. With
+        `outermost` it is the outermost call that has let others in, if any.
+        """
         suspended = self._suspended[:1] if outermost else self._suspended[-1:] if self._owner is None else []
         for waiter in suspended:
             return waiter.thread, waiter.call
         return self._owner or 0, (self._calls or [""])[0]
 
     def _find_instruction(self) -> tuple[CodeType, int] | None:
-        """The instruction that the owner is at; None if it works for PyTorch or for us."""
+        """Return the instruction at which the current thread is; None if it is in PyTorch's or tpufit's code."""
         with collector.pausing():
             frame = sys._current_frames().get(self._find_current_call()[0])
         if frame is None:
@@ -266,7 +270,7 @@ turns = Turns()
 
 
 def in_turn(alone: bool = False) -> Callable[[_Method], _Method]:
-    """Let a method have the device to itself, see `Turns.taking_turn`."""
+    """Decorate a method that needs the device to itself, see `Turns.taking_turn`."""
 
     def decorate(method: _Method) -> _Method:
         @wraps(method)
@@ -275,7 +279,7 @@ def in_turn(alone: bool = False) -> Callable[[_Method], _Method]:
                 with turns.taking_turn(method.__name__, alone):
                     return method(*args, **named)
             except BaseException as error:
-                fold(error)  # every public method that may compute comes through here
+                fold(error)  # every public method that may compute passes through here
                 raise
 
         return cast(_Method, waiting)
