@@ -86,7 +86,7 @@ def test_auto_is_the_default_size_on_a_cpu(cores, capsys):
     model = made(nn.Linear(4, 3))
     history, _ = fit(model, cores, "auto", verbose=2)
     said = capsys.readouterr().out
-    assert "batch_size='auto': 32 rows a core, the default, because only a TPU tells its memory\n" in said
+    assert "batch_size='auto': 32 rows a core, the default, because only a TPU reports its memory\n" in said
     assert f"batch 32 x {cores}" in said and "batch size" in str(model.report())
     assert len(history["loss"]) == 2 and model.steps_taken == 2 * (640 // (32 * cores) + (640 % (32 * cores) > 0))
     with pytest.raises(ArgumentError, match="batch_size must be"):

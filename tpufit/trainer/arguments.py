@@ -1,4 +1,4 @@
-"""The arguments of `fit`, `evaluate` and `predict`: which class owns and checks which, and the streams made of them.
+"""The arguments of `fit`, `evaluate` and `predict`: the classes that own and check them, and the streams made of them.
 
 | owner | arguments |
 | --- | --- |

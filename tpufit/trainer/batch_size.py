@@ -55,7 +55,7 @@ def choose(
     """
     memory = None if placement.on_host else device_memory()
     if memory is None:
-        why = "the default, because only a TPU tells its memory"
+        why = "the default, because only a TPU reports its memory"
         return BatchSize(DEFAULT_BATCH_SIZE, f"{DEFAULT_BATCH_SIZE} rows a core, {why}")
     failed = "there is no compiler for this TPU"
     try:

@@ -54,7 +54,7 @@ class Interruption:
         return bool(self._signal if self._alone else self._settled)
 
     def settle(self, *flags: bool) -> list[bool]:
-        """Agree with all hosts on flags, which are set if a host has set them, and on a signal to any host."""
+        """Agree with all hosts: a flag is set if any host has set it, and a signal to any host counts on all."""
         if self._alone:
             return list(flags)
         *agreed, signal_of_any = all_reduce_max([*flags, self._signal])
@@ -106,7 +106,7 @@ class Interruption:
 
 
 def shorten_interrupt(train: Callable[..., object], *args: object) -> None:
-    """Call a function; drop the traceback of a Ctrl-C after which the step was finished, because it says nothing."""
+    """Call a function. If it ends by a Ctrl-C after a finished step, drop the traceback, which shows only our code."""
     try:
         train(*args)
     except KeyboardInterrupt as error:

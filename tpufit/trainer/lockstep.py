@@ -28,7 +28,7 @@ def start_and_find(
     except CheckpointMissingError as error:
         if not may_have_hosts():
             raise
-        fault = error  # process 0's folder may have it
+        fault = error  # process 0's folder may have the checkpoint
     now = engine.start(cores, f"fit(cores={cores!r})")
     if now.hosts > 1:
         checkpoint, fault = broadcast((checkpoint, fault))

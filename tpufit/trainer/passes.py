@@ -74,7 +74,7 @@ class PassLoop:
         step = time_function("steps", run.__call__) if callbacks.measures else run.__call__
         if self.name == "train" and callbacks.has("on_train_step_begin"):
             run.before_step = self._step_hook()
-        # An eager step draws from PyTorch's generator, as the data may, so the two must alternate.
+        # An eager step draws from PyTorch's generator, and so may the data. Inline, the order of their draws is fixed.
         inline = data.pace.inline or run.eager
         began = thread_time()
 
@@ -268,7 +268,7 @@ def _ending_by_signal(feed: BatchReader[list[DeviceGroup]], interruption: Interr
 
 
 def _group(batches: Iterable[Any], size: Callable[[], int]) -> Iterator[list[Any]]:
-    """Yield groups of `size()` batches, and finally the rest."""
+    """Yield groups of `size()` batches; the last group has the remaining batches."""
     group: list[Any] = []
     for batch in batches:
         group.append(batch)

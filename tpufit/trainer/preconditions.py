@@ -1,4 +1,4 @@
-"""What must hold before a method trains or evaluates: a compiled model, gradients, weights that learn, one schedule."""
+"""Preconditions of training and evaluation: a compiled model, gradients, weights that learn, a single schedule."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ def require_compiled(engine: Engine, method: str) -> None:
     """Check that the model has the optimizer and the loss that a method needs; the error names the method.
 
     Raises:
-        NotCompiledError: `compile` wasn't called, or got no loss although the method's step needs one: neither it nor
-            `compute_loss` is overridden.
+        NotCompiledError: `compile` wasn't called; or it got no loss, and the model overrides neither the method's step
+            nor `compute_loss`.
     """
     if not engine.compiled:
         raise NotCompiledError(

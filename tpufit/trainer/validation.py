@@ -16,8 +16,8 @@ from .passes import evaluate
 def check_first(engine: Engine, held_out: Stream, train: Stream) -> None:
     """Check before the first epoch that the first batch of the validation data fits the model.
 
-    Data that can be read only once, such as an iterator, aren't checked. An error that the training data cause too is
-    left to the training.
+    Data that can be read only once, such as an iterator, aren't checked. An error that the training data also cause
+    isn't raised here, because the training will raise it.
 
     Raises:
         TpufitError: The error that the validation would raise, with `validation_data` in its message.
@@ -60,7 +60,7 @@ _NOT_YET: dict[str, Any] = {"batches": 0, "logs": {}}
 class Validations:
     """Runs the validations of all epochs.
 
-    A validation that a signal interrupts counts as not begun.
+    A validation that is interrupted by a signal counts as not started: a resumed run repeats it.
     """
 
     def __init__(

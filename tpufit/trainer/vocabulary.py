@@ -12,7 +12,7 @@ from ..errors import DataError
 def require_vocabulary(module: nn.Module, *data: Any) -> None:
     """Check that a net has embeddings for all tokens and positions of packed texts and token files.
 
-    A device doesn't check this: it uses the last embedding for any larger number.
+    A device doesn't check this: for a number that is too large, it uses the last embedding.
 
     Raises:
         DataError: A token is at least the number of embeddings, or a text is longer than the number of positions.
