@@ -50,7 +50,7 @@ def test_arguments_of_forward(kind, x, expected):
 
 
 def test_a_tensor_that_forward_doesnt_take_is_reported():
-    with pytest.warns(UserWarning, match="x has 'c', which Two.forward doesn't name and doesn't get"):
+    with pytest.warns(UserWarning, match="x has 'c', but Two.forward has no such parameter and doesn't get it"):
         assert make_arguments(Two(), {"a": A, "c": B}) == ((), {"a": A})
 
 

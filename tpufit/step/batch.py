@@ -50,7 +50,7 @@ class DeviceGroup(NamedTuple):
     forms: list[BatchForm]  # of each batch; their signatures are the same
     tensors: list[Tensor]  # batch after batch; if stacked, one for each leaf, with the batches as first dimension
     stacked: bool
-    # The smallest and largest class of each batch, or one pair if stacked; or a dict by output; or None: unchecked.
+    # The range of each batch's classes (by output, if there are several), or one range if stacked. None: not checked.
     labels: list[Any]
 
     @property
@@ -207,7 +207,7 @@ def join_groups(groups: list[DeviceGroup], size: int) -> list[DeviceGroup]:
 
 
 def _count_global_bytes(tensor: Tensor, rows: int) -> int:
-    """Count the bytes of a global batch's tensor, which are equal on all hosts; a host has some of its rows or none."""
+    """Count the bytes of a tensor in the global batch, which are equal on all hosts; each host has only some rows."""
     return math.prod(tensor.shape[1:]) * tensor.itemsize * (rows if tensor.dim() else 1)
 
 

@@ -78,8 +78,8 @@ class UserModel(Protocol):
         """Compute the logs of the last pass."""
 
 
-# The attributes of `Model` itself. No step depends on them, and `fit` changes some, so as state of the user's Python
-# they would only force new graphs.
+# The attributes of `Model` itself. No step depends on them, and `fit` changes some of them: if they counted as state of
+# the user's Python, they would only force new graphs.
 _OURS = {*UserModel.__annotations__, "_engine"}
 
 
@@ -185,7 +185,7 @@ class Engine:
 
     @property
     def keeps_inputs_alone(self) -> bool:
-        """True if there are rematerialized blocks, and they keep their inputs alone."""
+        """True if there are rematerialized blocks, and they keep only their inputs."""
         return set(self.blocks.values()) == {"nothing"}
 
     def start(self, cores: CoresArgument, asked_by: str) -> Cores:
@@ -212,7 +212,7 @@ class Engine:
             engine.move_alone(placement)
 
     def move_alone(self, placement: Placement) -> None:
-        """Do as `move_to`, but leave kept models in place."""
+        """Like `move_to`, but leave kept models in place."""
         # Captured graphs take the old tensors, on the old placement.
         if self.state.move_to(placement):
             self.drop_programs()
@@ -311,7 +311,7 @@ class Engine:
         return step_seed(numbers.seed, -numbers.passes)  # counted down, because steps count up
 
     def run_once(self, inputs: list[Tensor], body: Body) -> Any:
-        """Run Python outside of a pass as a step of its own, and keep no graph of it.
+        """Run Python outside of a pass as a separate step, without keeping its graph.
 
         Args:
             inputs: Tensors on the device, which the body gets.
@@ -349,8 +349,8 @@ class Engine:
             yield
         finally:
             self.state.put_back(before)
-            # The trial's graphs may take state that its first step created and that is gone now, and training may
-            # have no batches of the trial's shapes. XLA keeps the graphs compiled.
+            # Drop the trial's graphs: they may take state that the trial's first step created and that is gone, and
+            # training may have no batches of the trial's shapes. XLA still caches the compiled graphs.
             self.roles[role] = Role(role, self._python_state, self._find_kept_tensors, self.attention)
             self.log.first_bad_step = bad
             self.latest = latest
@@ -362,12 +362,17 @@ class Engine:
                 program.forget()
 
     def note_users_code(self, seldom: bool) -> None:
-        """Note that the user's code has run, each batch or `seldom`: it may have changed what a step's Python reads."""
+        """Note that the user's code has run, which may have changed what a step's Python reads.
+
+        `seldom`: this code doesn't run at each batch.
+        """
         for program in self.programs:
             program.note_users_code(seldom)
 
     def require_weights(self, method: str) -> None:
-        """Check that the module's tensors keep their values after a method, which the error names, has returned them.
+        """Check that the module's tensors will keep their values after a method has returned them to the user.
+
+        The error names the method.
 
         Raises:
             BusyError: Another thread is running steps, during which the tensors are empty.
@@ -461,7 +466,7 @@ class Engine:
         parts["transform"] = role.transform
         parts |= {metric.name: metric.users for metric in self.config.metrics if metric.users is not None}
         if role.learns:
-            # The numbers of such optimizers are inputs of a graph.
+            # Without optimizers whose numbers are inputs of the graph: their changes need no new graph.
             used = self.state.named_optimizers().items()
             parts |= {f"{kind.__name__}.{name}": value for name, value in used if not optimizers.has_inputs(value)}
         return parts | attributes

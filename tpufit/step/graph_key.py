@@ -24,7 +24,7 @@ from .shape_watch import ShapeWatch
 Parts = Sequence[nn.Module]
 """The module, the losses that are modules, and the modules that the model keeps."""
 
-# The number of captures for one reason that causes a warning: fewer may be chance.
+# Warn after this many captures for the same reason; fewer may be chance.
 _OFTEN = 4
 
 
@@ -216,7 +216,7 @@ class GraphKeys:
             return self._shapes.changes[signature]
         alike = [other for other in known_keys if other[:3] == key[:3]]
         if not alike:
-            return "a batch of this shape is new together with the options and the Python of this step"
+            return "this combination of a batch's shape with the options and the Python of the step is new"
         if steps not in {other[3] for other in alike}:
             return f"{steps} step{'s run' if steps > 1 else ' runs'} as one graph"
         return "it uses its gradients differently"

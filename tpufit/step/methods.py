@@ -82,8 +82,9 @@ class StepMethods(Holder):
         """Call the module on a batch. A batch on the host gives outputs on the host.
 
         Args:
-            x: A tensor or array, a tuple or list of them (passed as positional arguments) or a dict: by keyword,
-                without what `forward` doesn't name, or whole if it names none of the keys and takes one argument.
+            x: A tensor or array; a tuple or list of them, passed by position; or a dict, passed by keyword without the
+                keys that `forward` doesn't name. If `forward` names none of the keys and takes one argument, it gets
+                the whole dict.
             training: True computes as in training, e.g. with dropout, False as in an evaluation (default: in the
                 modes of the module's layers, which a step sets).
 
@@ -163,7 +164,7 @@ class StepMethods(Holder):
         """
         x, _, _ = unpack(batch)
         y_pred = losses.extract_logits(self(x))
-        # A single vector may be a batch of numbers, but then each number has an output.
+        # A vector x may be a batch of single numbers, but then the output has a row for each number.
         if isinstance(x, Tensor) and isinstance(y_pred, Tensor) and x.dim() == 1 and y_pred.shape[:1] != x.shape:
             raise BatchError(
                 f"x gives single rows, not batches: from x of shape {tuple(x.shape)} the module makes an output of "

@@ -70,8 +70,8 @@ def _of_batch(module: nn.Module, x: Any) -> tuple[Sequence[Any], Mapping[str, An
     others.pop("labels", None)
     if others:
         warn(
-            f"x has {', '.join(map(repr, others))}, which {type(module).__name__}.forward doesn't name and doesn't "
-            "get: leave it out of the batches, or give forward a parameter of this name"
+            f"x has {', '.join(map(repr, others))}, but {type(module).__name__}.forward has no such parameter and "
+            "doesn't get it: leave it out of the batches, or give forward a parameter of this name"
         )
     return (), named
 

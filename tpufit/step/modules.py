@@ -56,8 +56,8 @@ def refuse_host_inputs(module: nn.Module, args: Any, kwargs: Any) -> None:
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if any(tensor.device.type == "cpu" and tensor.dim() for tensor in given):
         raise PlacementError(
-            f"{type(module).__name__} is on the device since its training, and its input is on the host. Call the "
-            "tpufit.Model instead, model(x), which takes both, or model.predict(x); or bring the module back with "
+            f"{type(module).__name__} has been on the device since its training, but its input is on the host. Call "
+            "the tpufit.Model instead, model(x), which takes both, or model.predict(x); or bring the module back with "
             "model.to_cpu()"
         )
 

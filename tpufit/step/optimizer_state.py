@@ -215,7 +215,7 @@ class OptimizerState:
         closure: Callable[[], Any] | None,
         take_step: Callable[[Callable[[], Any] | None], Any],
     ) -> Any:
-        """Do as `step`; `take_step` calls the step of the optimizer, or of an optimizer that it keeps."""
+        """Like `step`; `take_step` calls the step of this optimizer, or of an optimizer that it keeps."""
         plan = context.update
         loss = None
         if self._accumulates:
@@ -244,7 +244,7 @@ class OptimizerState:
         closure: Callable[[], Any] | None,
         take_step: Callable[[Callable[[], Any] | None], Any],
     ) -> Any:
-        # Clipped after the release: the limits are for the mean gradient over all accumulated rows.
+        # Clip after `step_by` has released the accumulated gradients: the limits are for the mean over all their rows.
         if closure is None:
             self._config.gradients.clip(parameters(self.optimizer))
         self.updating = True
@@ -257,7 +257,7 @@ class OptimizerState:
         return loss
 
     def _take_step(self, closure: Callable[[], Any] | None) -> Any:
-        # `compiling(False)`: PyTorch's optimizers were measured in their eager form.
+        # `compiling(False)` keeps the eager form of PyTorch's optimizers, with which steps were measured.
         with nullcontext() if self.rates is None else self.rates.stepping(), compiling(False):
             return (self._original_step or self.optimizer.step)(*([] if closure is None else [closure]))
 

@@ -13,11 +13,11 @@ from ..utils.blocks import find_repeated_blocks, keep_outermost
 
 RematArgument: TypeAlias = "bool | str | list[str] | tuple[str, ...] | Mapping[str, str] | None"
 
-# What a block keeps for its backward pass, the most first. The rest is computed again.
+# The policies, each with what a block keeps for its backward pass, the most first. The rest is computed again.
 REMAT_POLICIES: Mapping[str, str] = {
     "attention": "all but the inside of attention",
     "dots": "products with weights, and the result of attention",
-    "nothing": "its inputs alone",
+    "nothing": "only its inputs",
 }
 _FORMS = (
     f"True, {', '.join(map(repr, REMAT_POLICIES))}, patterns of module names, as in ['blocks.*'], or a policy for "

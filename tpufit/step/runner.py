@@ -35,8 +35,8 @@ from .engine import Engine
 from .methods import uses_default
 from .tally import Tally
 
-# For steps_per_execution="auto": the seconds of steps beside which starting a graph, about 0.4 ms of the host, is
-# little. The number of steps is bounded because a longer graph takes longer to compile.
+# For steps_per_execution="auto": a graph should run for this many seconds, so that its start, about 0.4 ms of the host's
+# time, is a small part. The number of steps is bounded because a longer graph takes longer to compile.
 _WORTH_STARTING = 0.005
 _MOST_JOINED = 16
 
@@ -266,7 +266,7 @@ class StepRunner:
 
     @property
     def group_size(self) -> int:
-        """The number of steps of the next group: that of `compile`, or for `"auto"` the number that pays at this pace.
+        """The number of steps in the next group: that of `compile`, or for `"auto"` chosen by the current pace.
 
         `"auto"` chooses once, because each number needs its own graph.
         """
@@ -338,7 +338,7 @@ class StepRunner:
     def _inputs(self, group: DeviceGroup, updates: Sequence[UpdatePlan], attached: Attached) -> list[Tensor]:
         """Return the inputs of a group's graph (see the top of this file), after checking the batches' labels."""
         loss = self._engine.config.loss
-        # Rates come first: `before_step` may set the rate of the step that follows it, and runs before its errors.
+        # Rates come first: `before_step` sets the rate of the next step, and runs even if this step's labels are wrong.
         rates = self._send_rates(len(group.forms), updates, attached)
         for labels in group.labels:
             if labels is not None and loss is not None:

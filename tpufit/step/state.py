@@ -390,7 +390,7 @@ class TrainState:
 
     @property
     def _plans(self) -> bool:
-        """True if steps use their gradients differently."""
+        """True if not all steps use their gradients in the same way."""
         ema = self._config.ema
         return self._config.gradients.accumulate_steps > 1 or (ema is not None and ema.overwrite_frequency is not None)
 
@@ -400,7 +400,7 @@ class TrainState:
         return self.numbers.updates if self._plans else self.numbers.step
 
     def batches_of(self, updates: int) -> int:
-        """Return the number of batches until the optimizer has taken more steps, inside an epoch."""
+        """Return the number of batches until the optimizer has taken `updates` more steps, within an epoch."""
         return updates * self._config.gradients.accumulate_steps - self.numbers.batches_waiting
 
     def count_updates(self, plans: Iterable[UpdatePlan]) -> None:
@@ -452,7 +452,7 @@ class TrainState:
         """Swap the weights and their moving averages. Nothing is copied.
 
         Args:
-            to: True puts the averages into the module, False the weights (default None: the other of the two).
+            to: True puts the averages into the module, False the weights (default None: swap them).
         """
         for state in self.optimizers.values():
             if state.ema is not None and state.ema.swapped != to:
