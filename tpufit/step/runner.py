@@ -35,8 +35,8 @@ from .engine import Engine
 from .methods import uses_default
 from .tally import Tally
 
-# For steps_per_execution="auto": a graph should run for this many seconds, so that its start, about 0.4 ms of the host's
-# time, is a small part. The number of steps is bounded because a longer graph takes longer to compile.
+# For steps_per_execution="auto": a graph should run for this many seconds, so that its start, about 0.4 ms on the host,
+# is a small part. The number of steps is bounded because a longer graph takes longer to compile.
 _WORTH_STARTING = 0.005
 _MOST_JOINED = 16
 
