@@ -7,13 +7,13 @@ implements the contract in `tpufit/backend/`, whose classes are what the rest of
 | --- | --- |
 | `driver` | what the engine needs from a runtime, and which runtime is installed |
 | `devices` | which cores a process computes on |
-| `forks` | refuse the device to a forked process |
+| `forks` | refuses the device to forked processes |
 | `kinds` | the kind of core that a step is traced for |
 | `placement` | one core or a mesh, as the engine sees it |
 | `make` | the placement of cores, its state and its programs |
 | `transfer` | host to device and back, where the waits are |
 | `in_flight` | how many steps may run ahead of the device |
-| `rows` | a host's own rows of a batch |
+| `rows` | a host's rows of a batch |
 | `lazy` | pending tensors, and their memory |
 | `device_state` | the tensors that training changes |
 | `aliases` | tensors that share memory |
@@ -36,8 +36,8 @@ implements the contract in `tpufit/backend/`, whose classes are what the rest of
 | `profiler` | a profile of chosen steps, and names for traced operations |
 | `operations` | counts the operations of a program |
 | `kernel_work` | the operations of a kernel, which no compiler counts |
-| `conforms` | where mypy compares this package with `tpufit/backend` |
-| `ops` | operations that a runtime lacks or does badly |
+| `conforms` | lets mypy compare this package with `tpufit/backend` |
+| `ops` | operations that a runtime lacks, or computes slowly or wrongly |
 """
 
 from .counters import counts, live_tensors, metrics_report

@@ -18,7 +18,7 @@ from .recorder import Recorder
 
 @dataclass(frozen=True)
 class AbsentPlacement(CorePlacement):
-    """What the absent cores of each runtime share. It stands before the runtime's own placement among the bases."""
+    """The common part of each runtime's absent cores. As a base class it precedes the runtime's own placement."""
 
     recorder: Recorder = field(default_factory=Recorder, compare=False)
 

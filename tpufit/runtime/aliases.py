@@ -1,4 +1,4 @@
-"""`aliases_of`: the tensors that share memory, as PyTorch's views and `tensor.data = other` make them.
+"""`aliases_of`: finds tensors that share memory, because of views or `tensor.data = other`.
 
 torch_xla keeps PyTorch's semantics while a step is traced: a change of one tensor shows in all tensors that share its
 memory. A graph knows only values. So shared memory is noted here before the values are taken out of the tensors, and
@@ -115,7 +115,7 @@ def link(tensors: Sequence[Tensor], aliases: Aliases) -> list[Tensor]:
 
 
 def followers_of(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Follower]:
-    """Find those of `others` whose whole memory is shared with a tensor of the list."""
+    """Find the tensors among `others` that share all of their memory with a tensor of the list."""
     first = len(tensors)
     return [
         Follower(TensorWeakRef(others[alias.index - first]), alias)
@@ -175,7 +175,7 @@ def _geometry(tensor: Tensor, owner: Tensor) -> _Geometry | None:
     one_of_several = torch._functionalize_is_multi_output_view(tensor)  # type: ignore[attr-defined]
     if one_of_several and not torch._is_functional_tensor_base(owner):
         return None
-    # The tensor's strides are a copy's. Its place in the storage is only known by replaying the operations of the view.
+    # The tensor reports a copy's strides. Find its place in the storage by applying the view's operations to indices.
     numbers = torch.arange(owner.numel()).view(owner.shape)
     try:
         numbers = driver().apply_view(numbers, tensor)

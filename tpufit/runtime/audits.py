@@ -22,7 +22,7 @@ class _Since:
 
     code: int = 0  # how often user code had run before the audit
     replayed: int = 0  # steps since the audit
-    after: int = 0  # steps since the audit that ran after user code
+    after: int = 0  # the part of these steps that ran after user code
     interval: int = _FIRST  # steps to replay until the next audit inside a pass
 
 
@@ -70,7 +70,8 @@ class Audits:
     def count_doubtful_steps(self, key: Hashable) -> int:
         """Return the number of steps that may have missed a change that an audit of their graph has found.
 
-        Changes come from user code between two steps, or, if there was none, happen while steps run, as time does.
+        A change comes from user code between two steps. If none has run, it happened while steps ran, like a change of
+        the time.
         """
         since = self._since[key]
         return since.after if since.code < self._code else since.replayed
@@ -87,7 +88,7 @@ class Audits:
             self._ended = perf_counter()
 
     def note_disturbed_audit(self, key: Hashable) -> None:
-        """Note an audit that couldn't compare, so that another follows as soon as the time allows."""
+        """Note an audit that couldn't compare the graphs, so that the next audit is due as soon as the time allows."""
         self._since[key].interval = 0
         self._audited.add(key)
         self._ended = perf_counter()

@@ -119,7 +119,7 @@ def undoing(state: HeldState) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # The user's tensors give up the trace's values before `drop`, with which they would lose their device.
+        # The user's tensors must release the trace's values before `drop`, which takes the device from their tensors.
         state.unfollow()
         if not state.lost:
             driver().keep(before)  # no graph has consumed these values, and no other step's graph may
@@ -254,13 +254,13 @@ class Capture:
 
     def unrun(self, thorough: bool = True) -> Graph | None:
         """Return the graph of a trace that won't run, or its outline, to compare it; None if it is empty."""
-        # A weight that another thread has just read, as by `state_dict`, wasn't stored elsewhere by the body.
+        # Leave out weights that another thread has just read, e.g. by `state_dict`: the body hasn't stored them.
         everything = self.new
         state = set(map(identity, self._target.state.tensors))
         put_back = {id(begun()) for begun in self._begun}  # tensors that the trace has replaced
         self.new = [t for t in everything if identity(t) not in state and id(t) not in put_back]
         self._begun = []
-        graph = self.graph(hashes=thorough, searches=False)  # neither are other pending tensors
+        graph = self.graph(hashes=thorough, searches=False)  # other pending tensors aren't the body's, either
         self.new = everything
         driver().keep(self._values)  # no graph has consumed them
         return graph
@@ -285,7 +285,7 @@ class Capture:
         target = self._target
         state = target.state
         sums = target.sums
-        # Sums that the step has created are known only now. They come first, so that earlier entries overwrite them.
+        # Sums that the step has created are known only now. Entries from before the trace take precedence over them.
         added = index_by_memory({"input": self._inputs[self._given :]})
         memory = index_by_memory({"sum": sums.begun}) | self._memory
         memory |= {handle: (name, self._given + i) for handle, (name, i) in added.items()}
@@ -355,19 +355,19 @@ class Capture:
     def _find_stored_elsewhere(self, known: Sequence[Tensor], searches: bool) -> list[Tensor]:
         """Return the tensors that the body has stored outside of its result: in an attribute, a list, a closure.
 
-        They are pending, or copies of the state from before the step, which take no operation. Inputs that the body has
-        changed come first, because nothing refers to them after the step.
+        These tensors are pending, or they are copies of the state from before the step, which record no operation.
+        Inputs that the body has changed come first, because nothing refers to them after the step.
         """
         state = set(map(id, self._target.state.tensors))
         replaced = [t for begun in self._begun if (t := begun()) is not None and id(t) not in state]
         followers = [t for f in self._target.state.followers if (t := f.tensor()) is not None]
         every = (*self.new, *replaced, *followers, *driver().find_written())
-        among = list({id(t): t for t in every}.values())  # a follower may be young
+        among = list({id(t): t for t in every}.values())  # a follower may also be in `new`
         waiting = find_pending_elsewhere(known, among)
         if searches and others_wait([*known, *waiting]):
             # Among all tensors, e.g. the user's state that is older than the trace.
             waiting = find_pending_elsewhere(known)
-        # Without the inner tensors of functional tensors, which Python kernels have seen and the outer tensors keep.
+        # Leave out the inner tensors of functional tensors: Python kernels have seen them, but the outer tensors count.
         lazy = driver().is_lazy
         waiting = [t for t in waiting if torch._is_functional_tensor(t) == lazy]
         inputs = set(map(id, self._inputs))
@@ -409,8 +409,8 @@ class Capture:
 
         No tensor of the trace stays pending, because it would be computed from memory that is gone.
         """
-        # The autograd history of other tensors may keep the traced state alive, so its objects stay the same. Other
-        # tensors lose their history, which keeps more of the trace alive.
+        # The state's tensors keep their objects, because the autograd history of other tensors may refer to them. Other
+        # tensors lose their own history, which would keep more of the trace alive.
         for tensor, value in zip(self._taken, self._target.state.unpack_values(self._settled), strict=True):
             tensor.data = value
         left = self._left

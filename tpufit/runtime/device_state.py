@@ -63,14 +63,14 @@ class HeldState(DeviceState):
         super().__init__(tensors, shardings)
         self._packing = packing or Packing()
         self._slots = slots
-        # In a trace: the packed inputs, with the versions of the tensors that show them, and where these show them.
+        # In a trace, by index: a packed input, and the version and the storage of the user's tensor that shows it.
         self._packed: dict[int, tuple[Tensor, int, int]] = {}
-        self._apart: list[Tensor] | None = None  # in a trace: the values, if the tensors only show them
+        self._apart: list[Tensor] | None = None  # in a trace: the values, if the user's tensors show stand-ins for them
         self.values: list[Tensor] = []
         self.aliases: Aliases = ()
         self.followers: list[Follower] = []
         self.given = False
-        self._copies = driver().count_copies()  # when the values were written back
+        self._copies = driver().count_copies()  # the count when the values were written back
         self._begun: Sequence[Slot] | None = None  # in a trace: the slots at its beginning
         self._lost: list[int] = []
         # The graph being started, see `expect`.
@@ -347,7 +347,7 @@ class HeldState(DeviceState):
         empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, values, strict=True)]
         self.values = []
         self.held = False
-        # After an interrupt some tensors weren't empty, and can't be used in the next `hold`.
+        # The next `hold` reuses these empty tensors, unless an interrupt has left values in some of them.
         self._empty = empty if all(tensor.is_meta for tensor in empty) else []
         if aliases:
             compute(link(self.tensors, aliases))
@@ -393,7 +393,8 @@ class HeldState(DeviceState):
         if copied:
             stored = set(handles(self.tensors))
             following = set(map(id, self._list_following()))
-            # On torch_xla the user's tensors are wrappers. The wrapped tensors live too if a kernel in Python got them.
+            # On torch_xla the user's tensors are functional wrappers. Leave out the wrapped tensors, which are found, too,
+            # if a kernel in Python has received them.
             among = [t for t in among if torch._is_functional_tensor(t) or not driver().is_lazy]
             others = [t for t in among if id(t) not in following and has_value(t)]
             doubles = [t for t, handle in zip(others, handles(others), strict=True) if handle in stored]
@@ -539,7 +540,7 @@ def _put_back(before: Sequence[Slot], now: Sequence[Slot]) -> None:
 
 
 def replace_at(values: list[Tensor], indices: Sequence[int], new: list[Tensor]) -> list[Tensor]:
-    """Return a list with new values at some indices, usually at all."""
+    """Return a list with new values at some indices, usually at all indices."""
     if len(new) == len(values):
         return new
     values = list(values)

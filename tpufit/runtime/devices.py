@@ -97,7 +97,7 @@ def start(cores: CoresArgument, asked_by: str, eager: bool = False) -> Cores:
 
 
 def start_absent(count: int, asked_by: str) -> Cores:
-    """Start the runtime where steps are only traced, for so many cores that aren't there."""
+    """Start the runtime for tracing only, with this number of absent cores."""
     global _settled
     _settled = Cores(count, 0, driver().start_absent(count), asked_by)
     return _settled
@@ -165,16 +165,16 @@ def _warn_of_other_gpus(index: int) -> None:
 
 
 def device_memory() -> int | None:
-    """Return a core's memory in bytes, or None if the runtime doesn't tell, as on a CPU."""
+    """Return a core's memory in bytes, or None if the runtime doesn't report it, as on a CPU."""
     if _settled is not None and _settled.platform == "CUDA":
         return int(torch.cuda.get_device_properties(_settled.index).total_memory)
     return driver().memory_info().get("limit")
 
 
 def memory_used() -> int | None:
-    """Return the bytes of the first core's memory that are in use, or None if the runtime doesn't tell.
+    """Return the bytes of the first core's memory that are in use, or None if the runtime doesn't report it.
 
-    For a process that computes on several cores, no runtime tells.
+    No runtime reports it for a process that computes on several cores.
     """
     return driver().memory_info().get("used")
 

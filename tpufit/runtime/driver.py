@@ -93,8 +93,8 @@ class Driver(ABC):
         """
 
     def start_absent(self, count: int) -> str:
-        """Start the runtime where steps are only traced, for so many cores that aren't there: the kind of device."""
-        raise NotImplementedError(f"{self.name} traces nothing for cores that aren't there")
+        """Start the runtime for tracing only, with this number of absent cores; return the kind of device."""
+        raise NotImplementedError(f"{self.name} can't trace steps for absent cores")
 
     @abstractmethod
     def connect_hosts(self, processes: int) -> None:
@@ -114,7 +114,7 @@ class Driver(ABC):
 
     @abstractmethod
     def memory_info(self) -> Mapping[str, int]:
-        """Return the bytes of a core's memory as `"limit"` and `"used"`; empty if the runtime doesn't tell."""
+        """Return the bytes of a core's memory as `"limit"` and `"used"`; empty if the runtime doesn't report them."""
 
     @abstractmethod
     def kind_of(self) -> str:
@@ -177,7 +177,7 @@ class Driver(ABC):
         return 0
 
     def find_written(self) -> list[Tensor]:
-        """Return older tensors that the current trace has changed. With lazy tensors, `count_pending` counts them."""
+        """Return the tensors from before the current trace that it has changed; lazy drivers use `count_pending`."""
         return []
 
     def list_own(self) -> list[Tensor]:
@@ -194,7 +194,7 @@ class Driver(ABC):
 
     @abstractmethod
     def alias_memory(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return new tensors over the current memory of these, which don't show later changes of the first."""
+        """Return new tensors over these tensors' current memory, which don't show later changes of the originals."""
 
     @abstractmethod
     def put_behind_barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -233,7 +233,7 @@ class Driver(ABC):
 
     @abstractmethod
     def lend_values(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return new tensors as `show_values` does, which the user's tensors show in a trace that isn't run."""
+        """Return new tensors, like `show_values`, for the user's tensors to show in a trace that isn't run."""
 
     @abstractmethod
     def trace_seeds(self, placement: Placement, seeds: Sequence[int]) -> TraceSeeds:
@@ -241,7 +241,7 @@ class Driver(ABC):
 
     @abstractmethod
     def seed_tensors(self, placement: Placement, seeds: Sequence[int], places: Sequence[Place]) -> list[Tensor]:
-        """Return the seeds of places in further steps as device tensors, in the form in which a graph takes them."""
+        """Return the seeds at these places in other steps, as device tensors in the form of a graph's inputs."""
 
     @abstractmethod
     def work_of(self, tensor: Tensor) -> Hashable:
@@ -256,16 +256,16 @@ class Driver(ABC):
         """Return the identity of a graph with these outputs and inputs; it may write over the donated inputs."""
 
     def outline_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
-        """Return a cheaper identity, which ignores which inputs of one shape a graph takes; None if there is none."""
+        """Return a cheaper identity, which doesn't tell inputs of the same shape apart; None if the driver has none."""
         return None
 
     @abstractmethod
     def keep(self, values: Sequence[Tensor]) -> None:
-        """Revoke the permission to write over values, of a graph that isn't run."""
+        """Revoke the permission to write over these values, which a graph has that isn't run."""
 
     @abstractmethod
     def compile(self, trace: Trace) -> None:
-        """Compile the graph of a trace, which is run by its hash."""
+        """Compile the graph of a trace; it is later started by its hash."""
 
     @abstractmethod
     def text_of(self, roots: Sequence[Tensor]) -> str:
@@ -333,7 +333,7 @@ class Driver(ABC):
 
     @abstractmethod
     def get_seconds_executing(self) -> float:
-        """Return the seconds that the device has computed, if the runtime tells."""
+        """Return the seconds that the device has computed, if the runtime reports them."""
 
     @abstractmethod
     def live_tensors(self) -> int:

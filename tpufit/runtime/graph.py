@@ -138,7 +138,7 @@ class Graph:
             outputs.extend(chain([None], starting))
         finally:
             placement.note_start(self.hash, outputs[1:])
-        # If the graph has consumed the old state, a wait couldn't restore it.
+        # Don't wait if the graph has consumed the old state, which can't be restored then.
         if first and outputs[1] and not self.consumed:
             try:
                 reach(min(outputs[1], key=torch.numel), "capture")
@@ -194,7 +194,7 @@ def template_of(leaves: Sequence[Any], memory: Mapping[Hashable, tuple[str, int]
                 name, index = memory.get(handles([leaf])[0], ("", 0))
                 if name == "input":
                     kind = _Input(index)
-                elif name:  # a current value of the state, which changes until the next call
+                elif name:  # a current value of the state or the sums, which may change before the next call
                     kind = _COMPUTED
                     computed.append(leaf)
         template.append(kind)
@@ -204,7 +204,7 @@ def template_of(leaves: Sequence[Any], memory: Mapping[Hashable, tuple[str, int]
 def recognise(
     values: Sequence[Tensor], memory: Mapping[Hashable, tuple[str, int]], seeds: TraceSeeds
 ) -> tuple[list[tuple[str, int]], list[Tensor], list[Place]]:
-    """Find the source of each input of a graph: a list with its memory, a seed that the driver knows, else a constant.
+    """Find the source of each input of a graph: the list with its memory, a seed known to the driver, else a constant.
 
     Returns:
         The sources, the constants, and the places of the seeds.

@@ -10,9 +10,9 @@ from ..backend import InFlight
 from ..utils.counters import waiting
 from .driver import driver
 
-# The number of steps between two waits that gives the pace; fewer steps may include compilations.
+# The number of steps between two waits from which the pace is measured; fewer steps may include compilations.
 _LONG_RUN = 16
-# If a role may have only few pending steps, all roles and models together may have this many times as many.
+# If the number of pending steps per role is small, all roles and models together may have this many times as many.
 _OF_ALL = 3
 _MANY = 32
 
@@ -38,7 +38,7 @@ class RunsAhead(InFlight):
         _all.add(self)
 
     def add(self, result: Tensor, nbytes: int) -> Tensor | None:
-        """Note a step that was just started. **This may wait** for a step that is half the limit old."""
+        """Note a step that was just started. **This may wait** for an older step, half of the limit back."""
         if self._few:
             self._make_room()
         self.started.append(result)
@@ -51,7 +51,7 @@ class RunsAhead(InFlight):
         del self.started[:half]
         now = perf_counter()
         each = (now - self._last_wait) / self._new
-        # At most fourfold, so that even a short pass has a long run, which gives the pace.
+        # Let the limit grow at most fourfold at a time, so that even a short pass has a run long enough for the pace.
         limits = self._most, 4 * self._limit, int(self._seconds / each), self._nbytes // max(nbytes, 1)
         self._limit = max(2, min(limits))
         if self._new >= _LONG_RUN:

@@ -59,7 +59,7 @@ def index_by_memory(lists: Mapping[str, Sequence[Tensor]]) -> dict[Hashable, tup
 
 
 def alias_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return new tensors over the current memory of these on the device."""
+    """Return new tensors over the current memory of these tensors on the device."""
     return driver().alias_memory(tensors) if tensors else []
 
 
@@ -88,7 +88,7 @@ def find_pending_elsewhere(known: Iterable[Tensor], among: Sequence[Tensor] | No
 
 
 def others_wait(tensors: Sequence[Tensor]) -> bool:
-    """True if tensors other than these are pending on the device. All of these must be on the device."""
+    """True if other tensors than these are pending on the device. The given tensors must be on the device."""
     return driver().count_pending() > len({identity(tensors[i]) for i in find_pending(tensors)})
 
 

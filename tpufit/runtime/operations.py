@@ -33,8 +33,8 @@ class _Window:
     """The window of a convolution in one dimension."""
 
     stride: int
-    apart: int  # the dilation of the kernel
-    holes: int  # the dilation of the images
+    apart: int  # the kernel's dilation
+    holes: int  # the images' dilation
     before: int  # the padding before the images
 
 

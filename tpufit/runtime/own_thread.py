@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..utils.collector import collector
 
-# In seconds. A thread that waits longer may be a thread that the step itself waits for, so it is admitted then.
+# In seconds. A thread that has waited this long is let in, because the step itself may be waiting for that thread.
 _PATIENCE = 2.0
 
 
@@ -32,7 +32,7 @@ class _Guard:
     @contextmanager
     def guarding(self) -> Iterator[None]:
         with self._busy:
-            with collector.pausing():  # a set: the keys of the dict would keep this frame, and all frames below it
+            with collector.pausing():  # copied to a set: the dict would keep this frame and its callers alive
                 threads = set(sys._current_frames())
             self.others = threads - self._let_in - {get_ident()}
             yield

@@ -1,6 +1,6 @@
 """`recomputing`: blocks of a module keep only some activations, and rematerialize the rest in the backward pass.
 
-So do functions that the user's code passes to `torch.utils.checkpoint`.
+The same holds for functions that the user's code passes to `torch.utils.checkpoint`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def recomputing(blocks: Mapping[nn.Module, str], seeds: object) -> Iterator[None
     they were before the first time, without changing them. Its Python runs twice, unless only its attention is computed
     again.
 
-    Functions called by `torch.utils.checkpoint` are computed again likewise. They change buffers as in PyTorch: a batch
+    Functions called by `torch.utils.checkpoint` are computed again, too. They change buffers as in PyTorch: a batch
     norm counts each batch twice.
 
     Args:

@@ -40,7 +40,7 @@ class TraceContext:
         draw: Returns the random numbers of the next dropout. Without it, dropout is PyTorch's.
         attention_region: Turns a function that computes attention into a region, whose activations are rematerialized.
         residual: Computes tensors that the current region keeps, or returns its kept tensors; see `residuals`.
-        unsharding: Gives whole weights to operations for which autograd has disabled this mode.
+        unsharding: The mode that gathers split weights. Recomputations enter it again, because autograd disables modes.
     """
 
     tracing: bool = False

@@ -87,7 +87,7 @@ class TraceSeeds(ABC):
 
     @contextmanager
     def repeating(self, position: Position, seed: Tensor) -> Iterator[None]:
-        """A context in which the numbers from a position on are drawn again, dropout's from `seed`, which is equal."""
+        """A context that draws the numbers from a position on again; dropout uses `seed`, a copy of the same seed."""
         now = self.position()
         self._go_to(position.native)
         self._base = seed

@@ -232,8 +232,8 @@ class Watch(TorchFunctionMode):
 class Glance:
     """A `Watch` without details, which takes a microsecond less for each operation.
 
-    It can't tell the line of a draw, nor the code from other threads: that the code or the data's thread
-    `may_have_drawn`, or that some thread has read a value.
+    It doesn't know the line of a draw, and can't tell the traced code from other threads: `may_have_drawn` may come
+    from the data's thread, and `reads` from any thread.
     """
 
     drew_at = ""

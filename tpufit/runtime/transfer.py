@@ -44,8 +44,8 @@ def to_host(tensors: Sequence[Tensor], reason: str, collective: bool = False) ->
     """Copy tensors to the host, in the same order. **This waits** until the device has computed them.
 
     Args:
-        tensors: Device tensors, with which the copies share no memory. Host tensors are returned unchanged, without a
-            wait if all are.
+        tensors: Device tensors; the copies share no memory with them. Host tensors are returned unchanged, without a
+            wait if all are host tensors.
         reason: The reason for which the wait is counted, e.g. `"logs"`.
         collective: True if all hosts of a pod call this for the same tensors, because parts of split tensors may be on
             other hosts (default False).
@@ -130,8 +130,8 @@ def move(
 ) -> None:
     """Move tensors to a placement in place: each stays the same Python object, so ties and references stay valid.
 
-    A large state is moved in parts, and moved tensors free their old memory. Tensors at the placement already stay. A
-    move to the host waits, once for each part. Errors name tensors by `names`, which has names by `id`.
+    A large state is moved in parts, and moved tensors free their old memory. Tensors that are already at the placement
+    stay. A move to the host waits, once for each part. Errors name tensors by `names`, which has names by `id`.
 
     Raises:
         PlacementError: A tensor can't be exchanged, because its memory is referenced elsewhere; or two parameters share
@@ -148,7 +148,7 @@ def move(
 
 
 def _is_elsewhere(device: torch.device, there: torch.device) -> bool:
-    """True unless tensors of a device can be used on another. Devices of one type are equal, except GPUs."""
+    """True unless tensors of `device` can be used on `there`. Devices of one type are interchangeable, except GPUs."""
     return device.type != there.type or (device.type == "cuda" and device.index != there.index)
 
 
@@ -196,7 +196,7 @@ def copy_into(
 ) -> None:
     """Copy values of the same shapes and dtypes into tensors, in place and without waiting.
 
-    The targets are at `placement`, or on the host, as some optimizers' counters.
+    The targets are at `placement`, or on the host like some optimizers' counters.
     """
     pairs = list(zip(targets, values, strict=True))
     aliases = aliases_of(targets)

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..backend import Placement, Sharding
 from .lazy import put_behind_barrier
 
-# Names of functions. Products, which autocast computes in its dtype.
+# Names of functions: first, products, which autocast computes in its own dtype.
 _PRODUCTS = re.compile(
     r"linear|bilinear|(__r?)?matmul(__)?|mm|bmm|mv|addmm|baddbmm|addmv|einsum|tensordot|conv(_transpose)?[123]d"
 )

@@ -135,7 +135,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Narrow(torch.autograd.Function):
-    """As `_Attention`, but keeps less for the backward pass: the weights before normalization, in bfloat16.
+    """Like `_Attention`, but keeps less for the backward pass: the weights before normalization, in bfloat16.
 
     Weights that dropout drops are stored as negative numbers, so that no separate mask is kept. A weight of zero has no
     sign and needs none: it adds nothing to the result, and its score gets no gradient. The remaining weights aren't

@@ -108,7 +108,7 @@ def _kernel(shape: _Shape) -> _Kernel:
         with jax.named_scope(mark(_work(shape))):
             return jax.vmap(kernel)(query, key, value, segments)
 
-    # For each input of the backward pass: its index among the arguments and the result, or None for a compute_residual.
+    # For each input of the backward pass: its index among the arguments and the result, or None for a residual.
     indices: list[int | None] = []
     trees: list[Any] = []
 

@@ -48,12 +48,12 @@ def _overloads(name: str) -> list[str]:
 def lower_missing(backend: str) -> None:
     """Register kernels for operations that torch_xla 2.9 lacks, computes differently, or crashes in.
 
-    Huber's loss has no kernel, nor have `vdot`, `householder_product` and `matrix_exp`, which spectral and orthogonal
-    parametrizations use. `slogdet` and `logdet` have no gradient. `nll_loss` of one sample is a segmentation fault, and
-    so is `cross_entropy`, which calls it. Counts, norms and pairwise distances of some orders, and images resized by a
-    factor give different results. Values and gradients equal PyTorch's, up to rounding where Huber's `delta` isn't 1.
-    Packed sequences are refused, because their gradients and their recurrent layers fail with misleading errors.
-    The backend is the dispatch key of the tensors; tests pass `"CPU"`.
+    Huber's loss has no kernel; neither have `vdot`, `householder_product` and `matrix_exp`, which spectral and
+    orthogonal parametrizations use. `slogdet` and `logdet` have no gradient. `nll_loss` of one sample crashes with a
+    segmentation fault, and so does `cross_entropy`, which calls it. Counts, norms and pairwise distances of some orders
+    differ from PyTorch's, and so do images resized by a factor. These kernels' values and gradients equal PyTorch's, up
+    to rounding where Huber's `delta` isn't 1. Packed sequences are refused, because their gradients and their recurrent
+    layers fail with misleading errors. The backend is the dispatch key of the tensors; tests pass `"CPU"`.
     """
     if backend not in _libraries:  # permanent: removing a kernel while another thread runs it would crash
         library = torch.library.Library("aten", "IMPL")

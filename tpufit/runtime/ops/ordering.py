@@ -29,9 +29,9 @@ def arg_extreme(native: Native, keys: Any, tensor: Tensor, dim: int | None = Non
 def extreme(native: Native, keys: Any, tensor: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """`max` and `min` along a dimension. The index is that of the first NaN, if there is one.
 
-    The device starts from the lowest finite number, and returns it where all numbers are minus infinity. Here it
-    compares half of each number: the result is that lowest number only where all numbers are infinite, and twice the
-    lowest number is infinite.
+    The device's maximum starts from the lowest finite number, and so returns this number where all numbers are minus
+    infinity. Here the device compares the halves of the numbers, and the result is doubled: twice the lowest finite
+    number is minus infinity, and no other halves are so low. Minima likewise.
     """
     if not tensor.is_floating_point():
         values, indices = native(keys, tensor, dim, keepdim)

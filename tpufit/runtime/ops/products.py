@@ -142,7 +142,7 @@ def _versions(*tensors: Tensor | None) -> list[int]:
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor | None:
-    """`torch.matmul` of a tensor with three or more dimensions by one matrix, or by a matrix for each of its own."""
+    """`torch.matmul` of a stack of matrices, with three or more dimensions, by one matrix or by a matrix for each."""
     if input.dim() < 3 or other.dim() < 2 or input.shape[-1] != other.shape[-2]:
         return None
     if not _can_multiply(input, other) or not input.numel():
