@@ -393,7 +393,7 @@ class HeldState(DeviceState):
         if copied:
             stored = set(handles(self.tensors))
             following = set(map(id, self._list_following()))
-            # On torch_xla the user's tensors are functional wrappers. Leave out the wrapped tensors, which are found, too,
+            # On torch_xla the user's tensors are functional wrappers. Leave out wrapped tensors, which are found, too,
             # if a kernel in Python has received them.
             among = [t for t in among if torch._is_functional_tensor(t) or not driver().is_lazy]
             others = [t for t in among if id(t) not in following and has_value(t)]
