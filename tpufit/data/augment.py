@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from ..errors import ArgumentError, require_whole
 
-# Candidates for a draw from a beta distribution. With alpha 2 all 64 fail once in 1e5 draws, and far more rarely below.
+# Candidates for a draw from a beta distribution. With alpha 2 all 64 fail once in 1e5 draws; with a smaller alpha, far
+# more rarely.
 _CANDIDATES = 64
 
 
@@ -396,7 +397,7 @@ class MixUp(_Mixing):
     Args:
         num_classes: The number of classes.
         alpha: The parameter of the beta distribution, above 0 and up to 2, that a batch's share is drawn from (default
-            1.0: all shares are alike).
+            1.0: all shares are equally likely).
 
     Example:
         >>> images, targets = MixUp(num_classes=3)((torch.rand(4, 1, 2, 2), torch.tensor([0, 1, 2, 0])))
@@ -420,7 +421,7 @@ class CutMix(_Mixing):
     Args:
         num_classes: The number of classes.
         alpha: The parameter of the beta distribution, above 0 and up to 2, that a batch's share is drawn from (default
-            1.0: all shares are alike).
+            1.0: all shares are equally likely).
 
     Example:
         >>> images, targets = CutMix(num_classes=3)((torch.rand(4, 1, 2, 2), torch.tensor([0, 1, 2, 0])))
@@ -537,7 +538,7 @@ def _restore_dtype(out: Tensor, x: Tensor) -> Tensor:
 def _draw_rectangles(x: Tensor, height: Tensor, width: Tensor, whole: bool) -> Tensor:
     """Draw the position of a rectangle of this height and width, in pixels, in each image: True inside.
 
-    The `whole` rectangle is inside the image, or only its centre, so that the edge may clip it.
+    If `whole`, the rectangle lies inside the image. Otherwise only its centre does, and the edge may clip it.
     """
     inside = []
     for side, length in zip(x.shape[-2:], (height, width), strict=True):

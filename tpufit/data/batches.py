@@ -213,7 +213,7 @@ def _describe_non_numbers(leaf: Any) -> str:
         return "rows of different lengths: pad them to one, see tpufit.data.PadToBuckets"
     if array is not None and array.dtype.kind == "O":
         return f"{describe_value(leaf)}, whose first item is {first!r:.40}: convert it, e.g. by .astype('float32')"
-    if array is not None and array.dtype.kind in _NUMBERS:  # another order of bytes, or more of them
+    if array is not None and array.dtype.kind in _NUMBERS:  # another byte order, or a wider type
         kind = {"f": "float32", "c": "complex64"}.get(array.dtype.kind, "int64")
         return f"{describe_value(leaf)}, a dtype that PyTorch lacks: convert it by .astype({kind!r})"
     return f"{describe_value(leaf)}{': convert it to numbers' if array is not None else ''}"

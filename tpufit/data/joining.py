@@ -16,7 +16,7 @@ from .batches import as_tensors, fields, is_row_of_parts, list_tensors, require_
 
 # The parts of several batches at the same position in the nest, which differ in their rows only.
 Column = Sequence[Any]
-_FEW = 3  # the most inputs that a short tuple may be
+_FEW = 3  # a tuple of at most this many tensors counts as several inputs
 _CURE = "yield whole batches, for all cores together, and pass batch_size='global': then they are only split"
 
 
@@ -62,8 +62,8 @@ class Joiner:
         counts = joined.counts
         if all(count == counts[0] for count in counts):
             return ""
-        # If only the sums are equal, y's rows of one batch are now aligned with x's rows of another. The sums differ
-        # for parts that don't have a row per sample, such as nodes and graphs.
+        # If x and y have equally many rows in total, but not in each batch, rows of y are now aligned with x's rows of
+        # another batch. Parts without a row per sample, such as nodes and graphs, differ in total, too.
         together = [counts] if joined.split is None else [counts, [counts[0], *counts[joined.split :]]]
         for group in together:
             if len({sum(count) for count in group}) == 1 and any(count != group[0] for count in group):

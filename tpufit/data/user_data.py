@@ -153,8 +153,8 @@ def recognize_held_out(data: Any, name: str, train: UserData | None = None) -> U
     """Decide which form data to evaluate on have: a tuple `(x, y)` or `(x, y, sample_weight)`, or anything alone.
 
     Raises:
-        ArgumentError: They are a list of arrays, which would be several inputs without targets, and `train` has not
-            several inputs.
+        ArgumentError: They are a list of arrays, which would be several inputs without targets, but `train` doesn't
+            have several inputs.
         DataError: See `recognize`.
     """
     if isinstance(data, tuple) and 2 <= len(data) <= 3:

@@ -1,8 +1,8 @@
 """The random and counter states of a loader's workers: sent with each batch, and restored on resumption.
 
-Each of n workers has its own random generators and copy of the data set, and makes batch b if it is worker b % n. So a
-pass resumes at a whole round of n batches; batches of that round that were done are read again, with the same draws,
-and dropped.
+Each of n workers has its own random generators and its own copy of the data set; batch b comes from worker b % n. So a
+pass resumes at the beginning of a round of n batches. Batches of this round that were already used are read again, with
+the same draws, and dropped.
 """
 
 import types

@@ -35,7 +35,7 @@ Workers = int | Literal["auto"]
 
 @contextmanager
 def lock_cache(folder: Path) -> Iterator[None]:
-    """Return a context that locks a cache, at most until the process ends, and deletes the drafts of killed warm-ups.
+    """Return a context that locks a cache, and deletes the drafts of killed warm-ups. The lock ends with the process.
 
     Creates the folder if necessary.
 
@@ -228,7 +228,10 @@ def _build_in_workers(
 
 
 def _run_worker(connection: Connection, folder: Path, manifest: Manifest) -> None:
-    """Run a worker. It sends the rows made, an error, and the error's traceback; None and "" if it is idle."""
+    """Run a worker, which sends triples: the number of rows made, an error, and the error's traceback.
+
+    The number is None if the worker is idle or has failed; without an error the others are None and "".
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends its workers
     torch.set_num_threads(1)
     try:

@@ -212,7 +212,7 @@ class CachedDataset(Dataset[Any]):
         self._epoch = epoch
 
     def get_batch(self, indices: Sequence[int] | NDArray[np.integer[Any]], epoch: int = 0) -> Any:
-        """The samples of a batch, collated.
+        """Return the samples of a batch, collated.
 
         Args:
             indices: The samples' indices, from 0, shape `(batch,)`.
