@@ -12,18 +12,18 @@
 | `core_tensors` | the tensors that all cores have, by number |
 | `core_lines` | the other cores' processes, and the connections to them |
 | `core_process` | the process of another core |
-| `messages` | the messages between these processes |
+| `messages` | the messages between the processes of the cores |
 | `indices` | 32-bit indices, which several cores need |
 | `host` | this host's number, and the number of hosts |
 | `launch` | the cores of this host, and the environment variables that select them |
-| `modes` | operations are computed, or only recorded |
+| `modes` | whether operations are computed, or only recorded |
 | `tensors` | the identity of a tensor's memory |
 | `session` | a trace: its inputs, new tensors and changes |
-| `programs` | the text of a trace's graph, compiled and run |
+| `programs` | compiles and runs the text of a trace's graph |
 | `compile_cache` | compiled programs of earlier processes, in the user's cache folder |
 | `layouts` | how a graph's tensors are split over the cores |
-| `products` | matrix products in a graph's text keep their dimensions |
-| `slices` | slices in a graph's text take tensors before dimensions are merged |
+| `products` | rewrites a graph's text so that matrix products keep their dimensions |
+| `slices` | rewrites a graph's text so that slices take tensors before dimensions are merged |
 | `shapes` | shapes in a graph's text, and the operations that have changed them |
 | `seeds` | the random numbers of a trace |
 | `kernels` | replacements for kernels that TorchTPU lacks, or that read a value on the host |

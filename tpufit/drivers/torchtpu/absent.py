@@ -1,7 +1,7 @@
 """`AbsentCores`: replaces absent cores, for a preflight. Its tensors have no values.
 
 torch_tpu traces without a device, but PyTorch's backward pass asks for the number of devices, and ends the process if
-there is none. So a different device guard, PyTorch's class for devices written in Python, reports one device.
+there is none. So PyTorch's device guard for devices in Python replaces torch_tpu's guard, and reports one device.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _PRIVATE_USE_1 = 20  # the number of torch_tpu's device type
 
 
 class AbsentCores(OneCore):
-    """So many cores that aren't there.
+    """Absent cores, without values.
 
     Args:
-        count: Their number.
+        count: The number of cores.
     """
 
-    draws = False  # the generator is the device's
+    draws = False  # only a device has the generator
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._axes: dict[int, int | None] = {}  # by the storages of what was sent
-        self._kept: list[Any] = []  # the storages, so that no other gets the place of one
+        self._axes: dict[int, int | None] = {}  # by the storages of the tensors that were sent
+        self._kept: list[Any] = []  # these storages, so that no address is reused
 
     def send(self, tensors: Sequence[Tensor], axes: Sequence[int | None]) -> list[Tensor]:
         sent = []
@@ -122,8 +122,8 @@ def wake_without_device() -> None:
         raise PreflightError("torch_tpu was loaded before its preflight began: set TORCH_DEVICE_BACKEND_AUTOLOAD=0")
     ours = registry[_PRIVATE_USE_1]
     wake_quietly()
-    registry[_PRIVATE_USE_1] = ours  # torch_tpu has put its own there
-    names().push_mode(names().modes.INTERNAL_COMPILE_FX_GRAPH)  # for good: nothing can be computed
+    registry[_PRIVATE_USE_1] = ours  # torch_tpu has replaced it by its own guard
+    names().push_mode(names().modes.INTERNAL_COMPILE_FX_GRAPH)  # permanently: nothing can be computed
     teach("TPU")
 
 

@@ -213,7 +213,7 @@ class TorchTpuDriver(Driver):
         session = self._session
         tracing = nullcontext() if session is None else noting()
         with tracing, session or nullcontext(), Printing(), warnings.catch_warnings():
-            # TorchTPU itself causes these warnings, as it copies a tensor or computes a loss.
+            # TorchTPU itself causes these warnings when it copies a tensor or computes a loss.
             for message in (
                 "The .grad attribute of a Tensor that is not a leaf",
                 "An output with one or more elements",

@@ -120,7 +120,7 @@ def names() -> Names:
     if missing:
         here = releases.version("torch_tpu")
         raise VersionError(
-            f"tpufit was tried with torch_tpu {', '.join(TRIED)}, and here is {here}, which has no {missing[0]}. "
+            f"tpufit was tested with torch_tpu {', '.join(TRIED)}, but {here} is installed, which has no {missing[0]}. "
             f"Run: pip install torch_tpu=={TRIED[-1]}"
         )
     return Names(**found)

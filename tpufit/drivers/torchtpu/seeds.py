@@ -34,7 +34,7 @@ class GeneratorState:
 
 
 class TpuSeeds(TraceSeeds):
-    """The random numbers of a trace; without a session, of a step that is computed immediately."""
+    """The random numbers of a trace or, without a session, of a step that is computed immediately."""
 
     def __init__(self, placement: Placement, seeds: Sequence[int], session: Session | None) -> None:
         super().__init__(seeds)

@@ -160,7 +160,7 @@ def _count_on(host: Host, request: Request, cores: CoresArgument) -> int:
 def start_core() -> None:
     """Start TorchTPU in this process, on the core that the environment selects."""
     _check_backward_passes()
-    environment()  # libtpu reads it now, and not again
+    environment()  # cached now, because libtpu reads the variables only now
     try:
         names().device_attributes()
         names().synchronize_device(0, True)

@@ -14,8 +14,8 @@
 | `indices` | 32-bit indices, where several cores share rows |
 | `bits` | the random bits of a dropout |
 | `kernels` | replaces kernels of torch_xla that crash, don't compile, or differ from PyTorch's |
-| `activations`, `comparisons`, `complexes`, `fourier`, `gathers`, `pools` | such replacements, by kind |
-| `promotion` | those of operations on several dtypes |
+| `activations`, `comparisons`, `complexes`, `fourier`, `gathers`, `pools` | further replacements, by kind |
+| `promotion` | replacements for operations on several dtypes |
 | `counts` | torch_xla's counters |
 | `start_errors` | explains why torch_xla can't be imported or started |
 | `release` | the differences between torch_xla 2.8 and 2.9 |

@@ -18,7 +18,7 @@ _WIDEST = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def _compare(name: str, native: Native, keys: Any, tensor: Tensor, number: Any) -> Tensor:
-    """Compare in the dtype that both have together, as PyTorch does: 0.9 equals its nearest float32."""
+    """Compare in the common dtype of the tensor and the number, as PyTorch does: 0.9 equals its nearest float32."""
     dtype = torch.result_type(tensor, number)
     if dtype.is_complex and name in _ORDERS:
         raise NotImplementedError("complex numbers have no order: compare their real parts or their absolute values")

@@ -68,7 +68,7 @@ OWN: dict[str, Callable[..., Tensor]] = {
 
 
 def view_as_real(native: Native, keys: Any, tensor: Tensor) -> Tensor:
-    """`view_as_real`. torch_xla records its result without the last dimension, and crashes when that one is moved."""
+    """`view_as_real`. torch_xla records the result without its last dimension, and crashes if that dimension moves."""
     both = native(keys, tensor)
     return torch.stack([torch.select_copy(both, -1, number) for number in (0, 1)], -1)
 
@@ -88,8 +88,8 @@ def acosh(native: Native, keys: Any, tensor: Tensor) -> Tensor:
 def of_hidden(native: Native, keys: Any, tensor: Tensor, *args: Any) -> Tensor:
     """`log`, `sqrt` and `pow` of numbers whose origin XLA can't see.
 
-    Else XLA would compute log(exp(z)) as z, sqrt(z * z) as |z|, and pow(exp(z), w) as exp(z * w): right only for
-    positive numbers.
+    Otherwise XLA would compute log(exp(z)) as z, sqrt(z * z) as |z|, and pow(exp(z), w) as exp(z * w), which is correct
+    only for positive numbers.
     """
     if args and isinstance(args[0], complex):
         args = (torch.full((), args[0], dtype=torch.result_type(tensor, args[0]), device=tensor.device),)

@@ -24,7 +24,7 @@ OWN: dict[str, Callable[..., Tensor]] = {"_chunk_cat": _chunk_cat}
 
 
 def gather(native: Native, keys: Any, tensor: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
-    """`gather`, also of no elements, whose index may have any number of dimensions, and of a number."""
+    """`gather`, also with an empty index, of any number of dimensions, and of a tensor without dimensions."""
     result: Tensor
     if not index.numel():
         result = tensor.reshape(-1)[:0].reshape(index.shape)
@@ -36,7 +36,7 @@ def gather(native: Native, keys: Any, tensor: Tensor, dim: int, index: Tensor, *
 
 
 def scatter_add(native: Native, keys: Any, tensor: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    """`scatter_add`, also of no elements, as in the gradient of `gather`, and to a number."""
+    """`scatter_add`, also with an empty index, as in the gradient of `gather`, and to a tensor without dimensions."""
     result: Tensor
     if not index.numel():
         result = tensor.clone()
@@ -48,7 +48,7 @@ def scatter_add(native: Native, keys: Any, tensor: Tensor, dim: int, index: Tens
 
 
 def fill(native: Native, keys: Any, tensor: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """`index_fill`, also of a number."""
+    """`index_fill`, also of a tensor without dimensions."""
     result: Tensor
     if tensor.dim():
         result = native(keys, tensor, dim, index, value)
@@ -58,7 +58,7 @@ def fill(native: Native, keys: Any, tensor: Tensor, dim: int, index: Tensor, val
 
 
 def repeat(native: Native, keys: Any, tensor: Tensor, times: Sequence[int]) -> Tensor:
-    """`repeat`, also where the result is empty, and of a tensor without dimensions by no numbers."""
+    """`repeat`, also with an empty result, and of a tensor without dimensions without any numbers."""
     if not times:
         return tensor.clone()
     sizes = [1] * (len(times) - tensor.dim()) + list(tensor.shape)
@@ -77,7 +77,7 @@ def as_strided_scatter(
     stride: Sequence[int],
     storage_offset: int | None = None,
 ) -> Tensor:
-    """`as_strided_scatter`. torch_xla's is wrong for a view that skips elements or has them more than once."""
+    """`as_strided_scatter`. torch_xla's is wrong for a view that skips elements, or has an element more than once."""
     places = torch.full((), storage_offset or 0, device=tensor.device)
     for length, step in zip(size, stride, strict=True):
         places = torch.unsqueeze_copy(places, -1) + torch.arange(length, device=tensor.device) * step
@@ -86,7 +86,7 @@ def as_strided_scatter(
 
 
 def replicate(native: Native, keys: Any, tensor: Tensor, padding: Sequence[int]) -> Tensor:
-    """`replication_pad1d` to `3d`, also by numbers of which some are negative, which cut off an edge."""
+    """`replication_pad1d` to `3d`, also by negative numbers, which cut off edges."""
     if min(padding) >= 0:
         return native(keys, tensor, padding)  # type: ignore[no-any-return]
     F.pad(tensor.to("meta"), list(padding), mode="replicate")  # raises PyTorch's errors

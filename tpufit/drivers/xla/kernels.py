@@ -20,8 +20,8 @@ _DISTINCT = 256  # up to this number, random numbers are rarely equal: once in 5
 _DIMENSIONS = {"linalg_vector_norm": 2, "mean.dim": 1, "std.correction": 1, "sum.dim_IntList": 1}
 _DIMENSIONS |= {"var.correction": 1, "var_mean.correction": 1}
 _HALF = (torch.bfloat16, torch.float16)
-# These operations of torch_xla add any number of elements, and round each sum to the dtype of the elements: the sum of
-# an image of ones may be 256 in bfloat16.
+# In torch_xla these operations may add many elements, and round after each addition to the dtype of the elements: in
+# bfloat16 the sum of an image of ones may be 256.
 _SCATTERS = ("index_add", "scatter_add", "scatter_reduce.two")
 _SUMS = (
     *("_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "binary_cross_entropy"),
@@ -29,9 +29,9 @@ _SUMS = (
     *(f"_adaptive_avg_pool{n}d{form}" for n in (2, 3) for form in ("", "_backward")),
     *_DIMENSIONS,
 )
-# PyTorch composes these operations of others. torch_xla's kernels for them have no gradient, which PyTorch warns of,
-# or, for selu, a wrong one. inverse and svd are similar, but their parts don't run on the device, and their gradients
-# are right.
+# PyTorch composes these operations from others. torch_xla's kernels for them have no gradient, so that PyTorch warns,
+# or, for selu, a wrong gradient. inverse and svd are composed, too, but their parts don't run on the device, and their
+# gradients are correct.
 _COMPOSED = ("diag", "kl_div", "logdet", "selu", "selu_", "std", "std.dim")
 # torch_xla's kernels for these operations, or for their gradients, refuse tensors without dimensions.
 _OF_NUMBERS = (
@@ -139,7 +139,7 @@ def _on_the_device(
     kernel: Callable[..., Any], native: Callable[..., Any], keys: Any, tensor: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a kernel for tensors of the device, and the native kernel for others, which torch_xla 2.8 passes too."""
-    first = tensor if isinstance(tensor, Tensor) else args[0]  # of a number and a tensor, the number may be the first
+    first = tensor if isinstance(tensor, Tensor) else args[0]  # a number may precede the tensor
     if first.device.type != "xla":
         return native(keys, tensor, *args, **kwargs)
     return kernel(native, keys, tensor, *args, **kwargs)
@@ -250,7 +250,7 @@ def _in_float32(kernel: Callable[..., Any], native: Any, keys: Any, tensor: Tens
 
 
 def _convolution_backward(native: Callable[..., Any], keys: Any, gradient: Tensor, *args: Any) -> Any:
-    """The gradients of a convolution, of which that of the bias is a sum, see `_SUMS`."""
+    """The gradients of a convolution. The gradient of the bias is a sum, see `_SUMS`."""
     *options, (of_input, of_weight, of_bias) = args
     if gradient.dtype not in _HALF or not of_bias:
         return native(keys, gradient, *args)
@@ -313,7 +313,7 @@ def _einsum(native: Callable[..., Tensor], keys: Any, equation: str, tensors: li
 
 
 def _inverse(native: Callable[..., Any], keys: Any, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`inv` and `inv_ex`. torch_xla's inverse of complex numbers is wrong, and the errors of `inv_ex` too few."""
+    """`inv` and `inv_ex`. torch_xla inverts complex numbers wrongly, and its `inv_ex` returns too few error codes."""
     found = native(keys, complexes.as_real(matrix) if matrix.is_complex() else matrix, *args, **kwargs)
     inverse: Tensor = found if isinstance(found, Tensor) else found[0]
     inverse = complexes.from_real(inverse) if matrix.is_complex() else inverse

@@ -2,8 +2,8 @@
 
 torch_xla finds a compiled program by the hash of its graph. The hash omits settings that are read only during lowering,
 such as the precision, and which of several inputs of one shape an operation takes: two nets that use the same layers in
-a different order have the same hash. torch_xla would silently run the program that it compiled first. So whatever looks
-for a program is called inside `telling_apart`.
+a different order have the same hash. torch_xla would silently run the program that it compiled first. So all functions
+that look for a program are called inside `telling_apart`.
 """
 
 import hashlib
@@ -44,13 +44,13 @@ def set_matmul_precision(name: str) -> None:
 
 @contextmanager
 def telling_apart(tensors: Sequence[Tensor], reason: str = "") -> Iterator[None]:
-    """A context in which torch_xla finds the program of pending tensors by the operands of each operation too.
+    """A context in which torch_xla finds the program of pending tensors by the operands of their operations, too.
 
     **This waits** for the device if a tensor is pending: a graph whose inputs have no memory yet can't be lowered.
 
     Args:
         tensors: The tensors.
-        reason: The reason for which the wait is counted (default: it isn't, because the caller waits too).
+        reason: The reason for which the wait is counted (default: not counted, because the caller counts its own wait).
     """
     # Several objects may have the same value, which is one output of the graph.
     values = list({xla()._xla_get_tensor_id(tensor): tensor for tensor in tensors}.values())

@@ -21,7 +21,7 @@ _MIXED = (
     *("eq.Tensor", "ge.Tensor", "gt.Tensor", "le.Tensor", "lt.Tensor", "ne.Tensor"),
 )
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
-# The operations that compute floating-point numbers of integers too: of two tensors, and of one.
+# The operations that return floating-point numbers for integers, too: converted by `promote`, and by `make_floating`.
 _FLOATING = ("atan2", "reciprocal", "xlogy.Tensor")
 OF_INTEGERS = (
     *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1"),
@@ -31,7 +31,7 @@ OF_INTEGERS = (
 
 
 def find_dtype(*operands: Any) -> torch.dtype:
-    """Return the dtype that operands have together: PyTorch ranks tensors above tensors of one number, and numbers."""
+    """Return the operands' common dtype. PyTorch ranks tensors first, then tensors without dimensions, then numbers."""
     if all(isinstance(operand, Tensor) for operand in operands) and len({t.dtype for t in operands}) == 1:
         return operands[0].dtype  # type: ignore[no-any-return]
     ranked = sorted(operands, key=lambda operand: 2 if not isinstance(operand, Tensor) else int(not operand.dim()))
@@ -44,12 +44,12 @@ def find_dtype(*operands: Any) -> torch.dtype:
 
 
 def promote(native: Native, keys: Any, *operands: Any, floating: bool = False, **kwargs: Any) -> Any:
-    """Call an operation on tensors of the dtype that its operands have together."""
+    """Call an operation on tensors of the operands' common dtype."""
     return native(keys, *_convert(operands, floating), **kwargs)
 
 
 def make_floating(kernel: Native, native: Native, keys: Any, tensor: Tensor, *args: Any) -> Any:
-    """Call a kernel on floating-point numbers, as which PyTorch takes integers and bools."""
+    """Convert integers and bools to floating point, as PyTorch does, and call a kernel."""
     if not tensor.is_floating_point() and not tensor.is_complex():
         tensor = tensor.to(torch.get_default_dtype())
     return kernel(native, keys, tensor, *args)
@@ -60,7 +60,7 @@ def _where(native: Native, keys: Any, condition: Tensor, *operands: Any) -> Any:
 
 
 def _clamp(native: Native, keys: Any, tensor: Tensor, lower: float | None, upper: float | None = None) -> Any:
-    """`clamp` by numbers. For a missing one torch_xla takes the largest finite number, which infinity exceeds."""
+    """`clamp` by numbers. torch_xla replaces a missing bound by the largest finite number, which clamps infinity."""
     dtype = find_dtype(tensor, *(bound for bound in (lower, upper) if bound is not None))
     if dtype.is_floating_point:
         lower = -math.inf if lower is None else lower
@@ -143,7 +143,7 @@ def _shift_left(native: Native, keys: Any, tensor: Tensor, bits: Any) -> Any:
 
 
 def _shift(operation: Callable[..., Tensor], _: Native, __: Any, tensor: Tensor, bits: Any) -> Tensor:
-    """`<<` or `>>` by a number too, which torch_xla takes for an int64."""
+    """`<<` or `>>`, also by a number, which torch_xla takes for an int64."""
     return operation(*_convert((tensor, bits)))
 
 

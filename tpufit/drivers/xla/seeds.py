@@ -26,7 +26,7 @@ class XlaSeeds(TraceSeeds):
     def __init__(self, device: str, seeds: Sequence[int]) -> None:
         super().__init__(seeds)
         self._device = device
-        self._begun: list[int] = []  # the seeds with which the step has begun, its own and the user's
+        self._begun: list[int] = []  # the seeds of the current step so far: its own, then the user's
         self.places: dict[int, Place] = {}
         self._base = self._first_base()
 
