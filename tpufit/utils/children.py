@@ -47,7 +47,7 @@ def run(
         process = None
         in_time = True
         try:
-            with defer_interrupt():  # else an interrupt could come when the process runs and has no name yet
+            with defer_interrupt():  # else an interrupt could come between the start of the process and the assignment
                 process = subprocess.Popen(**python, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
             while in_time:
                 try:

@@ -1,4 +1,4 @@
-"""`collector`: Python's garbage collector, which has to stand still now and then."""
+"""`collector`: Python's garbage collector, which must be paused at times."""
 
 import gc
 import os
@@ -23,14 +23,14 @@ class Collector:
         self._process = os.getpid()
         self._one_at_a_time = threading.RLock()
         self._pauses = 0
-        self._runs = False  # whether it did before the first pause
+        self._runs = False  # True if it ran before the first pause
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
         """Return a context in which the garbage collector doesn't run.
 
-        It is needed to read frames of other threads: Python 3.11 creates objects for them, and may collect garbage
-        meanwhile. If collecting an object lets another thread continue, its frame may end, and memory is overwritten.
+        Reading frames of other threads needs it: Python 3.11 creates objects for the frames, and may then collect
+        garbage. If collecting an object lets another thread run, its frame may end, and memory is overwritten.
         """
         if self._process != os.getpid():  # a fork has none of the other threads
             self._begin()

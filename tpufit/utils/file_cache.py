@@ -37,8 +37,8 @@ class FileCache:
     """A folder of files that later processes of the same user read.
 
     A file is written next to its place and renamed, so several processes may write and be killed at any time. Each file
-    begins with a digest of its name and content, which tells damaged files apart. Folder and files count only if they
-    belong to this user and nobody else may write them.
+    begins with a digest of its name and content, which reveals damage. The folder and its files are used only if they
+    belong to this user, and nobody else may write to them.
 
     Attributes:
         folder: The folder. It is created for the first file.
@@ -70,7 +70,7 @@ class FileCache:
                     digest, content = file.read(_DIGEST), file.read()
                     if digest != _digest(name, content):
                         return None
-                    with suppress(OSError):  # a file system that is only read
+                    with suppress(OSError):  # a read-only file system
                         os.utime(file.fileno())
                     return content
         except OSError:
@@ -98,7 +98,7 @@ class FileCache:
                 self._shrink(folder)
 
     def find_refusal(self) -> str:
-        """Return why the folder isn't used although it exists: its owner or mode; else an empty text."""
+        """Return what is wrong with the owner or mode of a folder that therefore isn't used; "" otherwise."""
         try:
             with self._open():
                 return ""
@@ -145,7 +145,7 @@ class FileCache:
 
 
 def _is_own(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """True if a file or folder of a kind belongs to this user, and nobody else may write it."""
+    """True if a file or folder is of this kind and belongs to this user, and nobody else may write to it."""
     return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
 
 

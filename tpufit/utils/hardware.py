@@ -21,8 +21,8 @@ LACKS_MEMORY = (
     "out of memory",
 )
 
-# Variables that used to select bfloat16 on TPUs. torch_xla still obeys some without PyTorch's knowledge, so that
-# tensors report float32 and aren't.
+# Variables that used to select bfloat16 on TPUs. torch_xla still obeys some of them without PyTorch's knowledge, so
+# that tensors report float32 but have another dtype.
 _RETIRED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_F16")
 
 _ROOT = Path("/")
@@ -63,8 +63,8 @@ CHIPS = {
     "0x0062": GENERATIONS["v5p"],
     "0x0063": GENERATIONS["v5e"],
     "0x006f": GENERATIONS["v6e"],
-    # It must be known as a TPU with torch_xla too: torch_xla 2.9 can't be imported on a host with this chip that counts
-    # as a host without TPUs.
+    # This chip must count as a TPU with torch_xla, too: if a host with this chip counted as a host without TPUs,
+    # torch_xla 2.9 couldn't be imported there.
     "0x0076": GENERATIONS["v7x"],
 }
 

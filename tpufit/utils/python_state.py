@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from .attributes import attributes, closure, list_pytorch_attributes
 from .object_walk import Named, ObjectWalk
 
-# The limits of the walk: its depth, the number of objects, the items of a container (of a larger one, only their number
-# and the plain values together), and the total number of facts, because a nest of lists may be a whole data set.
+# The limits of the walk: its depth; the number of objects; the items of a container (larger containers of plain values
+# give only a hash and their number); and the total number of facts, because a nest of lists may be a whole data set.
 _DEPTH = 4
 _OBJECTS = 100_000
 _ITEMS = 100
@@ -264,7 +264,7 @@ def _has_attributes(kind: type) -> bool:
 
 
 def _saved(value: Any) -> Any:
-    """Return what `pickle` saves of an object, or `_OTHER` if it can't, as of a lock; of a large one the length."""
+    """Return what `pickle` saves of an object, or its length if it is large; `_OTHER` if that fails, as for a lock."""
     if isinstance(value, memoryview):
         value = value.tobytes() if value.nbytes <= _LARGEST_HASHED else value.nbytes
         return "memoryview", value

@@ -59,9 +59,9 @@ def raising_line(error: BaseException) -> str:
 
 
 def warn(message: str, again: bool = False) -> None:
-    """Warn at the user's line, in the call of `fit`, or in their step, callback or data set, as all of tpufit does.
+    """Warn at the user's line: in the call of `fit`, or in their step, callback or data set.
 
-    A line repeats the same warning only with `again`.
+    The same warning is repeated for a line only with `again`.
     """
     frame = _users_frame(sys._getframe(1))
     if frame is None:  # our thread: in most programs the main thread has called `fit`
@@ -89,7 +89,7 @@ def _users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def is_users(path: str) -> bool:
-    """True if a file is neither tpufit's nor a library's."""
+    """True if a file is the user's: neither tpufit's nor a library's."""
     return not path.startswith(_LIBRARIES) and _INSTALLED.search(path) is None
 
 
