@@ -118,8 +118,8 @@ def operations(text: str) -> Iterator[tuple[Operation, bool]]:
 def products_of(traced: Iterable[Operation]) -> list[tuple[Operation, str]]:
     """Return the matrix products of a traced program, each with the dtype of its factors.
 
-    If factors were widened for the product, so that its sums aren't rounded, it is the dtype before: a TPU multiplies
-    in that dtype.
+    For factors that were widened for the product, so that its sums aren't rounded, it is the dtype before widening, in
+    which a TPU multiplies.
     """
     by_name = {operation.name: operation for operation in traced}
     products = []
