@@ -113,8 +113,8 @@ class Task:
         data: Creates the given number of rows: inputs and targets.
         rate: The learning rate of SGD with momentum.
         exact: The allowed relative difference of losses over 20 steps in float32. Products of operands rounded to
-            bfloat16, imitated on the host, cause two to four times this difference; those in three passes, less than a
-            hundredth of it.
+            bfloat16, imitated on the host, cause two to four times this difference; products in three passes of
+            bfloat16, less than a hundredth of it.
     """
 
     name: str
@@ -220,7 +220,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def weights_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Return the largest difference of two sets of weights, relative to the largest number of its tensor."""
+    """Return the largest difference of two sets of weights, relative to the largest number in the same tensor."""
     worst = 0.0
     for name, mine in ours.items():
         other = theirs[name].double()

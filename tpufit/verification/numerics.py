@@ -11,7 +11,7 @@ from ..model import Model
 from . import nets
 from .check import Figure, Setting
 
-# The options of compile, and how many times as much as float32 each may differ from PyTorch.
+# The options of `compile`, each with the factor by which its difference from PyTorch may exceed that of float32.
 _PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
     "fp32, highest": ({"matmul_precision": "highest"}, 1),
     "fp32, default": ({"matmul_precision": "default"}, 20),
@@ -97,7 +97,7 @@ def attention(setting: Setting) -> Iterator[Figure]:
     def data(rows: int) -> tuple[Tensor, Tensor]:
         return 2 * torch.randn(rows, length, 64), torch.randint(10, (rows,))
 
-    # At this rate, products rounded to bfloat16 differ four times as much as is allowed.
+    # At this rate, products rounded to bfloat16 exceed the allowed difference four times.
     task = nets.Task("attention", Attention, data, 1.0, 1e-4)
     rows = max(8, setting.count)
     steps = 5

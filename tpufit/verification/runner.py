@@ -98,7 +98,7 @@ class Runner:
             except _TimeOverError:
                 return Result(check.name, NO_TIME, perf_counter() - began, _read(folder / FIGURES))
             figures = _read(folder / FIGURES)
-        on_cpu = self.device.platform == "CPU"  # now it may be known
+        on_cpu = self.device.platform == "CPU"  # the check may have found out
         judged = [one for one in figures if not (one.on_tpu and on_cpu)]
         right = not failure and all(one.holds for one in judged)
         # A failing process counts on any device, but bounds may be for a TPU only.
@@ -109,7 +109,8 @@ class Runner:
         """Run the processes of a check until one fails; describe the failure."""
         for number, process in enumerate(check.processes):
             limit = check.seconds * (_ON_A_CPU if self.device.platform == "CPU" else 1)
-            # The device starts once all hosts are ready: a host that failed waits for hosts that wait for it.
+            # The device starts only once all hosts are ready. After a failure, a host may first have to wait until the
+            # other hosts have stopped waiting for it.
             limit *= 2 if self.device.hosts > 1 else 1
             what = check.name if len(check.processes) == 1 else f"{check.name} ({number + 1})"
             left = self._until - perf_counter()

@@ -31,7 +31,7 @@ def check_replay(setting: Setting) -> Iterator[Figure]:
 
 
 def compute_alone(setting: Setting) -> Iterator[Figure]:
-    """Save what one core computes, for `together` to compare."""
+    """Save what one core computes, for `compare_cores`."""
     for task in (nets.conv(), nets.gpt(dropout=0.1)):
         losses, weights = _train(task, setting, matmul_precision=_EXACT)
         torch.save({"losses": losses, "weights": weights}, setting.folder / f"{task.name}.pt")
@@ -61,7 +61,7 @@ class _Dropping(nn.Module):
 
 
 def draw_dropout(setting: Setting) -> Tensor:
-    """Return ones of which dropout has dropped some on the device."""
+    """Return a tensor of ones, some of which dropout has dropped on the device."""
     torch.manual_seed(0)
     model = Model(_Dropping())
     model.compile(None, "mse")
