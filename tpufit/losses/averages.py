@@ -164,7 +164,7 @@ class LossWatch(TorchFunctionMode):
 
 
 _OF_LABELS = (F.cross_entropy, F.nll_loss)
-_OF_WEIGHTED_ELEMENTS = (F.huber_loss, F.l1_loss, F.mse_loss)  # given weights, the mean is over these
+_OF_WEIGHTED_ELEMENTS = (F.huber_loss, F.l1_loss, F.mse_loss)  # with `weight`, they divide by the sum of the weights
 _LOSSES = {
     *_OF_LABELS,
     *_OF_WEIGHTED_ELEMENTS,

@@ -74,7 +74,7 @@ class LossByOutput:
 
         Raises:
             ArgumentError: The form of the outputs or the weights isn't that of the losses.
-            DataError: The form of the targets isn't.
+            DataError: The form of the targets isn't that of the losses.
         """
         check_form(y_pred, self.outputs, "what the module returns", like=self._like)
         check_form(y, self.outputs, "the targets", self._losses, DataError, self._like)
