@@ -207,7 +207,7 @@ def is_correct(y_pred: Tensor, y: Tensor) -> Tensor:
 
 
 def best_class(scores: Tensor) -> Tensor:
-    """Find the class (dimension 1) of the highest score, the first of equals, in 32 bits.
+    """Find the class (dimension 1) of the highest score, the first among equal scores, in 32 bits.
 
     On a TPU, XLA fuses it with the loss of the same logits, which `argmax` would read again. On other devices scores
     and their maximum may be rounded differently, so that no score would equal the maximum.

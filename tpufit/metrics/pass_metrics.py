@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from .metric import Metric
 
-# The key of a sum that counts finite steps. The first step that isn't finite makes it negative, and it stays so. One
-# number says both, because a replayed step doesn't know its number.
+# The key of a sum that counts finite steps. The first step that isn't finite makes it negative, and then it doesn't
+# change any more. So it gives the number of that step, which a replayed step doesn't know.
 _FINITE: Key = (None, "finite")
 
 # The defaults of sums.
@@ -153,7 +153,7 @@ class PassMetrics(SumTable):
             self.set(_FINITE, torch.where(steps < 0, steps, torch.where(zero == zero, steps + 1, ~steps)))
 
     def _add_mean(self, name: str, part: str, mean: Mean, rows: int) -> Tensor:
-        """Add a mean, of which a log is the sum, and return it as a scalar."""
+        """Add one of the means whose sum is a log, and return it as a scalar."""
         scalar = self.place(mean.value).float()
         scalar = scalar.reshape(()) if scalar.dim() else scalar
         weight = rows if mean.weight is None else mean.weight
@@ -167,8 +167,8 @@ class PassMetrics(SumTable):
         self.set(total, sums[0])
         self.set(lost, sums[1])
         if isinstance(weight, Tensor) or (not isinstance(weight, str) and weight != rows):
-            # `count` counts all rows on the host. Here the weight that replaces this batch's rows is summed, together
-            # with these rows.
+            # `count` counts the rows of all batches on the host. So sum here the weight that replaces this batch's
+            # rows, and the rows that it replaces.
             replacement = (
                 weight
                 if isinstance(weight, Tensor)
