@@ -125,7 +125,8 @@ def _require_matrices(module: nn.Module) -> None:
 def create_state(optimizer: Optimizer) -> None:
     """Create the state that PyTorch's optimizers would create in their first step, so that steps 1 and 2 share a graph.
 
-    Existing state stays. Others create it in their first step, which isn't replayed in the first `fit`.
+    Existing state stays. Optimizers of other libraries create theirs in their first step, which isn't replayed in the
+    first `fit`.
     """
     initialize = getattr(optimizer, "_init_group", None)
     if initialize is None:

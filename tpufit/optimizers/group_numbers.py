@@ -148,7 +148,7 @@ class GroupNumbers:
             if is_numeric(old[name]) and is_numeric(group[name]):
                 self.changed[name] = old[name], new[name]
                 let_vary(group, name)
-                for step in self._steps:  # it had the old value there
+                for step in self._steps:  # earlier steps had the old value
                     step[optimizer][at][name] = old[name]
             elif joined:
                 raise ArgumentError(

@@ -41,7 +41,7 @@ class Traced(torch.SymFloat):
         self.course.compare(operator.eq, self, value)
         return value
 
-    # PyTorch asks `node` these questions.
+    # PyTorch calls these methods of `node`.
 
     def guard_float(self, file: str, line: int) -> float:
         """Return the value."""
@@ -67,7 +67,7 @@ class Traced(torch.SymFloat):
         """False: the value is a floating-point number."""
         return False
 
-    # Python asks these.
+    # Python calls these methods.
 
     def __float__(self) -> float:
         return float(self.pin())
@@ -98,7 +98,7 @@ class Traced(torch.SymFloat):
 
 
 def call_with_inputs(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function of PyTorch with inputs of the graph for `Traced` numbers, or where it takes none, with values."""
+    """Call a function of PyTorch with inputs of the graph for `Traced` numbers; if it takes no tensors, with values."""
     if not any(isinstance(arg, Traced) for arg in (*args, *kwargs.values())):
         return function(*args, **kwargs)
 
