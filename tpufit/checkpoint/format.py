@@ -342,7 +342,7 @@ def _reject_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dict of JSON's pairs, and reject duplicate names."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return result
 
 

@@ -204,7 +204,9 @@ class CheckpointManager:
 
     @contextmanager
     def save_after_error(self, leaves_at_once: Callable[[], bool]) -> Iterator[None]:
-        """Return a context that after an error saves the last step for callbacks that want it, unless it is half done.
+        """Return a context that after an error saves the last step for callbacks that request this.
+
+        A step that is only half done isn't saved.
 
         It waits for a checkpoint in progress, even after a `KeyboardInterrupt` in the user's code, but not if
         `leaves_at_once`, as after a second Ctrl-C.

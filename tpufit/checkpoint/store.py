@@ -71,7 +71,7 @@ class LocalStore:
         self._lock: Lock | None = None
 
     def names(self) -> list[str]:
-        """Return the names of the committed checkpoints, in ascending order; moved-aside ones count, links don't."""
+        """Return the names of the committed checkpoints, in ascending order, including moved-aside ones; no links."""
         if not self.where.is_dir():
             return []
         folders = [entry.name for entry in os.scandir(self.where) if entry.is_dir(follow_symlinks=False)]
