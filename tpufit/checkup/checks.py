@@ -53,7 +53,7 @@ def _row(name: str, found: str, *, error: str = "", warning: str = "") -> Row:
 
 def python(facts: Facts) -> Iterator[Row]:
     supported = (3, 10) <= facts.python[:2] <= (3, 13)
-    cure = "" if supported else "torch and its runtimes of the releases that tpufit works with need Python 3.10 to 3.13"
+    cure = "" if supported else "the releases of torch and its runtimes that tpufit supports need Python 3.10 to 3.13"
     yield _row("Python", ".".join(map(str, facts.python)), error=cure)
 
 

@@ -64,7 +64,7 @@ def collect(train: bool, timeout: float) -> Facts:
     # On a pod, a training that not all hosts begin would wait for ever.
     train = train and cores is None and len(hosts) < 2
     gpus = hardware.gpus()
-    # TorchTPU's cores without a TPU are processes of a plugin, of which eight say nothing about this machine.
+    # Without a TPU, TorchTPU's cores are processes of a plugin: a trial on eight says nothing about this machine.
     counts = (1,) if releases.version("torch_tpu") and not hardware.chips() else (1, ALL)
     if gpus and not any(map(releases.version, releases.RUNTIMES)):
         counts = (ALL,)  # the GPU; a count means cores, which a runtime has
