@@ -15,7 +15,7 @@ _OFTEN = 8  # compilations of a step; full batches, a shorter last batch and som
 def report_fallback(operation: str, times: int, line: str, cure: str) -> str:
     """Report an operation that ran on the host, and its cure; `line`, such as `net.py:8`, called it."""
     often = "once" if times == 1 else f"{times} times"
-    return f"{operation} ran on the host {often}, called at {line}: XLA has none, and the device waits. {cure}"
+    return f"{operation} ran on the host {often}, called at {line}: XLA lacks it, and the device waits. {cure}"
 
 
 def read(lines: Iterable[str], times: int) -> str:
