@@ -47,7 +47,7 @@ class Group:
 
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
         """Return the maximum of each value over all hosts, which must all be at the same place."""
-        # The place as a number and its negative: their maxima are no longer opposite if two hosts differ.
+        # Also reduce the place, as a number and its negative: if two hosts differ, the maxima aren't opposite numbers.
         here = float(zlib.crc32(self.heartbeat.place.encode()))
         both = torch.tensor([here, -here, *values], dtype=torch.float64)
         options: Any = dist.AllreduceOptions()
