@@ -19,8 +19,8 @@ class CometLogger(TrackerCallback):
 
     One object is one experiment: each `fit` with it continues the experiment, and so does a resumed training. An
     experiment that `comet_ml.start` has started is used, and stays open. Logs are by training steps, and include
-    `epoch`, from 0. On a pod only the first host writes. For its automatic logging Comet wants to be imported before
-    torch; this callback doesn't need that.
+    `epoch`, from 0. On a pod only the first host writes. Comet's automatic logging works only if Comet is imported
+    before torch; this callback doesn't need that.
 
     Args:
         project: The project (default: Comet's default).

@@ -26,8 +26,9 @@ class EarlyStopping(MonitorCallback):
         verbose: 1 prints a line when it stops training and restores weights; 0 (default) prints nothing.
         mode: `"min"`, `"max"` or `"auto"` (default: decided by the metric, else by the log's name; if neither decides,
             `fit` raises an error).
-        baseline: A value that must be beaten, too, to start patience again (default: none). Until it is, improvements
-            don't start it again, and training ends at the first epoch without one after patience has run out.
+        baseline: A value that must be beaten, too, to restart patience (default: none). Until it is beaten,
+            improvements don't restart patience, and once patience has run out, training ends at the first epoch without
+            an improvement.
         restore_best_weights: End `fit` with the best epoch's weights, however training ended (default False). The
             weights are copied to the host at each improvement.
         start_from_epoch: The number of epochs at the start to ignore (default 0).
@@ -37,7 +38,7 @@ class EarlyStopping(MonitorCallback):
         best: The best value so far, or None.
         best_epoch: The best value's epoch, from 0.
         best_weights: The best epoch's weights, with `restore_best_weights`.
-        wait: Epochs since the last improvement; with a baseline, since the last that beat it, too.
+        wait: Epochs since the last improvement; with a baseline, since the last improvement that beat it.
 
     Raises:
         ArgumentError: An unknown mode, or a negative number of epochs.

@@ -15,10 +15,10 @@ class Freeze(Callback):
     """Freezes parameters in all epochs or some: they get no gradient, and the step computes none for them.
 
     The step is compiled once more when the parameters are first frozen or unfrozen, and not again on later changes:
-    once for each batch shape, and `fit(last_batch="pad")` and `"drop"` have only one. A step in which all layers learn
-    takes longer to compile than a step in which few do. After `fit` the parameters learn as before. A layer that was in
-    eval mode when `fit` began stays in it while frozen; other batch norms still update their running statistics, as in
-    PyTorch.
+    once for each batch shape, of which `fit(last_batch="pad")` and `"drop"` leave only one. A step in which all layers
+    learn takes longer to compile than a step in which few do. After `fit` the parameters learn as before. A layer that
+    was in eval mode when `fit` began stays in eval mode while frozen; other batch norms still update their running
+    statistics, as in PyTorch.
 
     Args:
         layers: One or several patterns of names of modules or parameters, such as `"encoder"` or `"layers.[0-5].*"`.

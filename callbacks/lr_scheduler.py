@@ -186,7 +186,7 @@ class LRScheduler(RateCallback):
         total = self.total_steps or self.params.get("total_steps")
         if total is None and schedule.needs_total:
             raise ArgumentError(
-                f"the schedule {schedule.name!r} needs the number of steps, and these data don't tell their number of "
+                f"the schedule {schedule.name!r} needs the number of steps, but these data have an unknown number of "
                 "batches: pass LRScheduler(total_steps=...), fit(steps_per_epoch=...) or fit(max_steps=...)"
             )
         begin_from_peak(optimizer)

@@ -83,7 +83,7 @@ class OneCycle(RateCallback):
         total = self.total_steps or (steps and steps * self.params["epochs"])
         if not total:
             raise ArgumentError(
-                "OneCycle needs the number of steps, and these data don't tell their number of batches. Pass "
+                "OneCycle needs the number of steps, but these data have an unknown number of batches. Pass "
                 "OneCycle(total_steps=...), or fit(steps_per_epoch=...)"
             )
         assert self.model.optimizer is not None
@@ -122,7 +122,7 @@ class OneCycle(RateCallback):
                 set_momentum(group, float(scheduled["momentum"]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the cycle, for data that don't tell their number of batches."""
+        """Return the position in the cycle, for data with an unknown number of batches."""
         return {"position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

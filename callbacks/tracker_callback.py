@@ -95,7 +95,7 @@ class TrackerCallback(Callback):
         raise NotImplementedError
 
     def last_steps(self) -> dict[str, int]:
-        """Return the last step of each log in the open run, by name; empty if the tracker doesn't tell.
+        """Return the last step of each log in the open run, by name; empty if the tracker doesn't report them.
 
         In a resumed training these may be later than its checkpoint.
         """

@@ -86,7 +86,7 @@ class CSVFile:
     def drop_epochs_from(self, epoch: int, first_row: int) -> None:
         """Drop a resumed training's rows from an epoch (from 0) on, and a truncated last row.
 
-        Rows before the training's first one stay.
+        Rows before this training's first row stay.
         """
         self._columns, rows = self._read()
         column = self._columns.index("epoch") if "epoch" in self._columns else 0

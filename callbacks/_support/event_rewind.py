@@ -38,9 +38,9 @@ def keep_until(epoch: int, steps: int, within: bool) -> Keep:
 def rewind(folder: Path, keep: Keep) -> None:
     """Rewrite a run's files without the points that a resumed training will write again.
 
-    TensorBoard's own means, a purge step, compares steps only, and an epoch's number isn't a step. Half a record of a
-    killed process is removed, too. The files stay valid if this is interrupted, and an open TensorBoard soon shows the
-    new ones.
+    TensorBoard's own way, a purge step, compares only steps, and an epoch's number isn't a step. Half a record that a
+    killed process has left is removed, too. The files stay valid if this is interrupted, and an open TensorBoard soon
+    shows the new files.
 
     Args:
         folder: The run's folder, which need not exist.

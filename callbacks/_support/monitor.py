@@ -102,7 +102,7 @@ class Monitor:
         """Return the value in logs. If they are lazy and contain it, this waits for the device.
 
         The first time the value is missing, a warning lists the available logs and names the callback, `asker`.
-        Validation logs may be missing after an epoch that doesn't validate, as the callback's `params` tell.
+        Validation logs may be missing after an epoch that doesn't validate, see the callback's `params`.
 
         Raises:
             ArgumentError: The log is not a single number.
