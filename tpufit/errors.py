@@ -112,7 +112,7 @@ def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = 
         Traceback (most recent call last):
         tpufit.errors.ArgumentError: steps must be a whole number of at least 1, got True
     """
-    # The limit: users of the number count in 64 bits.
+    # The upper limit is because the number must fit in 64 bits.
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not at_least <= value < 2**63:
         choice = f" or {otherwise}" if otherwise else ""
         limit = " and below 2**63" if isinstance(value, (int, np.integer)) and value > at_least else ""

@@ -235,9 +235,9 @@ class Model(StepMethods):
             attention: How `scaled_dot_product_attention` is computed on a TPU. `"plain"`: by products, with all scores
                 in memory. `"flash"`: by JAX's kernel for TPUs, which keeps no scores, so that memory grows linearly
                 with the length of texts instead of quadratically. `"auto"` (default): by the kernel if it is faster.
-                The kernel doesn't support dropout, float32, masks other than causal masks and masks of padding or
-                joined texts, v2, v3, CPUs, or a missing JAX; attention is then plain, `"flash"` warns, and `report()`
-                names the form of each layer.
+                The kernel supports no dropout, no float32, and only causal masks and masks of padding or joined texts.
+                It needs JAX, and a TPU other than v2 and v3. Otherwise attention is plain, `"flash"` warns, and
+                `report()` names the form of each layer.
             scale_lr: How the learning rate grows with the number of cores, and so with the batch: `"linear"` (default;
                 Goyal et al., "Accurate, large minibatch SGD", 2017), `"sqrt"` or None (not at all). The optimizer's
                 rate is multiplied once, at the first `fit`; rates set later are used unchanged.
@@ -925,7 +925,7 @@ class Model(StepMethods):
 
     @property
     def memory_used(self) -> int | None:
-        """The bytes of a core's memory that are in use; None if the runtime doesn't tell, as for several cores.
+        """The bytes of a core's memory that are in use; None if the runtime doesn't report it, as for several cores.
 
         On a GPU it is the peak so far, as `torch.cuda.max_memory_allocated` counts it.
         """
@@ -992,7 +992,7 @@ class Model(StepMethods):
         """Swap the weights and their moving averages (`compile(use_ema=True)`). Nothing is copied.
 
         Args:
-            to: True puts the averages into the module, False the weights (default None: the other of the two).
+            to: True puts the averages into the module, False the weights (default None: swap them).
 
         Raises:
             ArgumentError: No averages are kept.
