@@ -145,7 +145,7 @@ def test_a_runtime_that_does_not_start(monkeypatch):
     with pytest.raises(StartError, match=r"(?s)the TPU is in use by.*End that process yourself.*pid 17"):
         start("auto")
     with pytest.raises(
-        StartError, match=r"(?s)the TPU is in use by.*pid 17\ntorch_xla tries once only: then restart this"
+        StartError, match=r"(?s)the TPU is in use by.*pid 17\ntorch_xla can't be started again in this process: then"
     ):
         start("auto")
 

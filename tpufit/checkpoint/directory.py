@@ -142,7 +142,7 @@ class CheckpointDirectory:
         return self._find_first_intact(self._sort_by_metric(), check, self._list_faults())
 
     def _find_first_intact(self, names: Sequence[str], check: Check, known: Sequence[str] = ()) -> Checkpoint | None:
-        """Return the first intact checkpoint, and warn about the faults of earlier ones and `known` faults."""
+        """Return the first intact checkpoint; warn about the faults of checkpoints before it, and `known` faults."""
         faults = list(known)
         for name in names:
             try:

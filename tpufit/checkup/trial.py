@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..utils.child_python import child_python
 
-ALL = 0  # cores: every core of a TPU; on a CPU 8 virtual ones
+ALL = 0  # cores: every core of a TPU; on a CPU, 8 virtual cores
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ class UserData:
 
     form: Form
     x: Any  # as the user passed them; arrays as a nest of host tensors
-    y: Any = None  # targets, beside arrays
-    sample_weight: Any = None  # a weight for each row, beside arrays
+    y: Any = None  # targets, only with arrays
+    sample_weight: Any = None  # a weight for each row, only with arrays
     name: str = "x"  # in errors
     in_memory: bool = False  # False for memory-mapped files, and all that aren't arrays
 
@@ -101,7 +101,7 @@ def recognize(x: Any, y: Any = None, sample_weight: Any = None, name: str = "x")
         name: The data's name in errors.
 
     Raises:
-        ArgumentError: There are targets or weights beside data that yield them.
+        ArgumentError: Targets or weights are given, although the data yield them.
         DataError: The numbers of rows differ, or the data have no known form.
 
     Example:

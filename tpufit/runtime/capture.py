@@ -122,7 +122,7 @@ def undoing(state: HeldState) -> Iterator[None]:
         # The user's tensors must release the trace's values before `drop`, which takes the device from their tensors.
         state.unfollow()
         if not state.lost:
-            driver().keep(before)  # no graph has consumed these values, and no other step's graph may
+            driver().keep(before)  # no graph has consumed these values, and a later step's graph mustn't
             state.restore(before, aliases)
         elif not state.held:
             state.hold()
@@ -459,7 +459,7 @@ def _names_by_memory(kept: Mapping[str, Tensor]) -> dict[Hashable, str]:
 
 
 def _outputs(own: Sequence[Tensor], left: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Return the outputs of a graph for the tensors `left`, without those of `own`, and each tensor's output by index.
+    """Return the outputs that a graph needs for the tensors `left` besides the outputs `own`, and each tensor's output.
 
     A graph has one output for all tensors of one identity, and no output for a tensor that has a value.
     """

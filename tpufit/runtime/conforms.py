@@ -1,4 +1,4 @@
-"""Lets mypy check that the functions of this package fulfil the contract of a backend."""
+"""Lets mypy check that the functions of this package implement the `Backend` protocol."""
 
 from typing import TYPE_CHECKING
 

@@ -125,11 +125,11 @@ class HeldState(DeviceState):
         return [stored.get(i, value) for i, value in enumerate(values)]
 
     def _separate(self, values: list[Tensor]) -> list[Tensor]:
-        """Return the values of the user's tensors, in memory of their own if graphs may write over them.
+        """Return the values of the user's tensors, in separate memory if graphs may write over them.
 
-        A copy on the device shares its original's memory, and only a lazy driver shows which copies do so: there
-        `find_followers` gives them separate memory. The user's tensors get the new values at once, so that only a part
-        of the state is in memory twice.
+        A copy on the device shares its original's memory. Only a lazy driver shows which copies do; with it,
+        `find_followers` separates them. Here the user's tensors get the new values at once, so that only a part of the
+        state is in memory twice.
         """
         if not self.given or driver().is_lazy:
             return values

@@ -70,8 +70,8 @@ def start(cores: CoresArgument, asked_by: str, eager: bool = False) -> Cores:
         if driver().has_hosts():
             raise ArgumentError("run_eagerly=True runs on one host's processor, and this is one of several hosts")
         return Cores(1, 0, "host", asked_by)
-    if _failed is not None:  # torch_xla tries once only, and 2.8 ends a process that tries again
-        cure = f"{driver().name} tries once only: then restart this process (in a notebook: the kernel)"
+    if _failed is not None:  # torch_xla can be started only once: 2.8 ends a process that tries again
+        cure = f"{driver().name} can't be started again in this process: then restart it (in a notebook: the kernel)"
         raise type(_failed)(f"{_failed}\n{cure}") from _failed
     if not eager and _means_gpu():
         if request.count is None:

@@ -49,7 +49,7 @@ _TORCH_DRAWS = frozenset(
     + [getattr(Tensor, name) for name in ("bernoulli", "bernoulli_", "multinomial", "normal_", "random_", "uniform_")]
 )
 _READ = "aten::_local_scalar_dense"
-# Cures by words of the cause; the first that match are used.
+# Cures, by words in the cause; the first entry that matches is used.
 _CURES = {
     "aten::nonzero": "Instead of picking rows (x[mask], nonzero), keep all and weight them: torch.where(mask, x, 0)",
     "aten::_unique2": "The shape of its result varies: count with a one-hot product instead, or in a callback",

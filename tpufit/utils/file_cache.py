@@ -109,7 +109,7 @@ class FileCache:
 
     @contextmanager
     def _open(self) -> Iterator[int]:
-        """A context with the folder's descriptor: whatever is renamed meanwhile, it is the folder that was checked."""
+        """A context with a descriptor of the folder, which stays that of the checked folder even if it is renamed."""
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             found = os.fstat(descriptor)

@@ -42,7 +42,7 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.
 class ItemsExcept(NamedTuple):
     """A dict's items except some names, in place of an object's attributes."""
 
-    values: MutableMapping[str, Any]  # as of `vars`
+    values: MutableMapping[str, Any]  # for example `vars(object)`
     but: Container[str]  # the omitted names
 
 

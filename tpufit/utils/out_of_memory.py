@@ -19,7 +19,7 @@ _PATTERNS = (
     re.compile(r"Tried to allocate (?P<more>[\d.]+ \w+)\. GPU \d+ has .*? of which (?P<free>[\d.]+ \w+) is free"),
 )
 
-# A remedy is suggested only if it concerns at least this fraction of a step's memory: one part in so many.
+# A remedy is suggested only if it concerns at least 1 / _WORTH of a step's memory.
 _WORTH = 16
 
 

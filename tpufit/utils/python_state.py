@@ -202,7 +202,7 @@ def _defaults(function: types.FunctionType) -> Named:
 
 @functools.lru_cache(maxsize=1024)
 def _find_class_variables(kind: type) -> _Variables:
-    """Return the variables of a class, and the globals that its methods name; cached, so later ones are missing."""
+    """Return the variables of a class, and the globals that its methods name; cached, so later additions are missed."""
     found: _Variables = {}
     for base in kind.__mro__:
         for name, value in () if has_fixed_variables(base) else vars(base).items():
@@ -272,7 +272,7 @@ def _saved(value: Any) -> Any:
         return type(value).__name__, operator.length_hint(value, -1)
     try:
         saved = value.__reduce_ex__(4)
-    except Exception:  # any, because a user's subclass may have a method of its own
+    except Exception:  # any error, because a user's subclass may define the method
         return _OTHER
     return type(value).__name__, saved if isinstance(saved, str) else _frozen(saved[1:3], _DEPTH)
 

@@ -49,7 +49,7 @@ class _LackingError(RuntimeError):
 
 
 class CoreProcess:
-    """A core, by its number among those of this host, its tensors by their numbers and its programs."""
+    """Runs a core, which has a number among this host's cores; keeps its tensors and its programs by their numbers."""
 
     def __init__(self, line: socket.socket, core: int, cores: int) -> None:
         self._line = line

@@ -157,7 +157,7 @@ def align(nbytes: int) -> int:
 
 
 def own_part(tensor: Tensor, axis: int | None, own: range, cores: int) -> Tensor:
-    """The part of a tensor that some neighbours of all cores compute with; all of it if no dimension is split.
+    """Return the part of a tensor for a range of adjacent cores; the whole tensor if no dimension is split.
 
     Example:
         >>> own_part(torch.arange(8), 0, range(1, 2), 4)

@@ -40,11 +40,11 @@ class XlaDriver(Driver):
     dispatch_key = "XLA"
     takes_jax = True
     is_lazy = True
-    # XLA:CPU waits for the previous step then, which costs a fifth of a small step.
+    # If a step writes over the old state, XLA:CPU waits for the previous step, which costs a fifth of a small step.
     donates_from = 1 << 24
 
     def __init__(self) -> None:
-        self._wish: str | None = None  # the user's `PJRT_DEVICE`, which torch_xla sets when it is imported
+        self._wish: str | None = None  # the user's `PJRT_DEVICE`, read before torch_xla sets it during its import
 
     # Cores
 

@@ -89,7 +89,7 @@ def _forward(
     output = F.linear(y.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     if not need_weights:
         return output, None
-    # The weights are computed a second time; XLA removes this if nobody reads them.
+    # The weights are computed a second time; XLA removes this computation if the weights aren't used.
     scores = q @ k.mT * (width // num_heads) ** -0.5
     weights = torch.softmax(scores if mask is None else scores + mask, -1)
     return output, weights.mean(1) if average_attn_weights else weights

@@ -90,8 +90,8 @@ def _place(x: Tensor) -> _Place | None:
     if layout is None:
         return None
     base, start, strides = layout
-    # A dimension whose stride is one of the base's leading strides runs over rows, any other within a row. The view is
-    # a reshaped slice only if the former cover all rows in order, and the latter one range of each row.
+    # A dimension whose stride is one of the base's leading strides runs over rows; any other runs within a row. The
+    # view is a reshaped slice only if the former dimensions cover all rows in order, and the others one range of each.
     outer = {stride: i for i, stride in enumerate(_contiguous(base.shape)[:-1])}
     inner = [i for i, stride in enumerate(strides) if stride not in outer]
     inner.sort(key=lambda i: -strides[i])
