@@ -1,4 +1,4 @@
-"""Optimizers that an optimizer keeps, as SAM and Lookahead do, and whose learning rates count."""
+"""Inner optimizers, which other optimizers such as SAM and Lookahead contain, and which optimizers' rates count."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -27,9 +27,9 @@ def optimizers_in(attributes: Mapping[str, Any], depth: int = 3) -> Iterator[tup
 
 
 def find_rated(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers whose rates count: kept optimizers, and the outer one if it alone has some parameters.
+    """Return the optimizers whose rates count: inner optimizers, and the outer one if it alone has some parameters.
 
-    A kept optimizer that shares the outer optimizer's groups isn't listed, because it shares the rates too.
+    An inner optimizer that shares the outer optimizer's groups isn't listed, because it shares the rates too.
 
     Example:
         >>> import torch

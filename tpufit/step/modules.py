@@ -74,10 +74,11 @@ def keeping_modes(*modules: nn.Module) -> Iterator[None]:
 
 
 def train(module: nn.Module, learns: Container[int], modes: Mapping[int, bool] | None = None) -> None:
-    """Put a module into training mode, except the parts that rest: frozen parts that the user put into eval mode.
+    """Put a module into training mode, except frozen parts that the user has put into eval mode.
 
-    A part rests only if the module around it was in training mode. If the whole module is in eval mode, as Hugging
-    Face's modules come, the user has chosen no parts: then only frozen norms rest and keep their statistics.
+    A frozen part stays in eval mode only if the module around it was in training mode. If the whole module is in eval
+    mode, as Hugging Face delivers modules, the user has chosen no parts: then only frozen norms stay in eval mode, and
+    keep their statistics.
 
     Args:
         module: The module.
@@ -85,16 +86,19 @@ def train(module: nn.Module, learns: Container[int], modes: Mapping[int, bool] |
         modes: The mode of each part, by its `id`, as the user has set it (default: the current mode).
     """
     was = {id(part): part.training if modes is None else modes[id(part)] for part in module.modules()}
-    resting = [] if all(was.values()) else _find_resting(module, was, _find_learning(module, learns), True, False)
+    in_eval = [] if all(was.values()) else _find_kept_in_eval(module, was, _find_learning(module, learns), True, False)
     module.train()
-    for part in resting:
+    for part in in_eval:
         part.training = False
 
 
-def _find_resting(
+def _find_kept_in_eval(
     part: nn.Module, was: Mapping[int, bool], learning: Mapping[int, bool | None], around: bool, frozen: bool
 ) -> list[nn.Module]:
-    """List the parts that rest; `around`: the part around this one was in training mode; `frozen`: it doesn't learn."""
+    """List the parts that stay in eval mode, see `train`.
+
+    `around` is True if the part around this one was in training mode, and `frozen` if that part doesn't learn.
+    """
     training = was[id(part)]
     learned = learning[id(part)]
     if not training and not learned and around:
@@ -102,7 +106,7 @@ def _find_resting(
     frozen = not learned and (frozen or learned is False)
     norm = [part] if not training and frozen and getattr(part, "running_mean", None) is not None else []
     return norm + [
-        rests for child in part.children() for rests in _find_resting(child, was, learning, training, frozen)
+        kept for child in part.children() for kept in _find_kept_in_eval(child, was, learning, training, frozen)
     ]
 
 
@@ -125,7 +129,7 @@ class Modes:
     """The modes of a module's parts as the user has set them, since `fit` puts all parts into eval mode at its end."""
 
     def __init__(self) -> None:
-        # The parts that the last `fit` has put into eval mode, by `id`, each with whether a parameter in it learned.
+        # The parts that the last `fit` has put into eval mode, by `id`, each with True if a parameter in it learned.
         self._put_to_eval: dict[int, tuple[nn.Module, bool]] = {}
         self._set: dict[int, bool] = {}
 
@@ -143,13 +147,13 @@ class Modes:
         self._set = {id(part): part.training or id(part) in ours for part in module.modules()}
 
     def train(self, module: nn.Module, learns: Container[int]) -> None:
-        """Put a module into training mode, except the parts that rest, see `train`."""
+        """Put a module into training mode, except parts that stay in eval mode, see `train`."""
         train(module, learns, {id(part): self._set.get(id(part), part.training) for part in module.modules()})
 
     def leave(self, module: nn.Module, learns: Container[int]) -> None:
         """Put a module into eval mode at the end of `fit`."""
         learning = _find_learning(module, learns)
-        resting = set(map(id, _find_resting(module, self._set, learning, True, False)))
-        trained = [part for part in module.modules() if id(part) not in resting]
+        in_eval = set(map(id, _find_kept_in_eval(module, self._set, learning, True, False)))
+        trained = [part for part in module.modules() if id(part) not in in_eval]
         self._put_to_eval = {id(part): (part, bool(learning[id(part)])) for part in trained}
         module.eval()

@@ -39,8 +39,8 @@ class OptimizerState:
         optimizer: The optimizer.
         config: The arguments of `compile`.
         split: Shards the gradients of sharded parameters like the parameters (default: does nothing).
-        outer: The state of the optimizer that keeps this one, as SAM keeps a base optimizer: both use the
-            accumulators and averages of `outer` (default: none).
+        outer: The state of the outer optimizer, if this is an inner optimizer such as SAM's base optimizer. Both use
+            the accumulators and averages of `outer` (default: none).
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class OptimizerState:
         self._config = config
         self._split = split
         self.rates: DeviceRates | None = None  # on the device; None on the host and before the first step
-        # With `accumulate_steps`: one for each part of a loss with a different denominator, mostly one.
+        # With `accumulate_steps`: one for each part of a loss with a different denominator, usually a single one.
         self.accumulators: list[Accumulator] = []
         self.ema: EMA | None = None  # with `use_ema`
         self._original_step: Callable[..., Any] | None = (
@@ -94,7 +94,7 @@ class OptimizerState:
 
     @property
     def sends_rates(self) -> bool:
-        """True if its rates are inputs of each step: there are rates, and no kept optimizer has all of its groups."""
+        """True if its rates are inputs of each step: there are rates, and no inner optimizer shares all its groups."""
         if not self.inner:
             return self.rates is not None
         if not any("lr" in group for group in self.optimizer.param_groups):
@@ -126,7 +126,7 @@ class OptimizerState:
         ]
 
     def walk_parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each tensor that is kept for a parameter, with the parameter first."""
+        """Yield pairs of a parameter and a tensor that is kept for it."""
         for parameter, state in self.optimizer.state.items():
             yield from ((parameter, value) for value in state.values() if isinstance(value, Tensor))
         for part in self.kept:
@@ -215,7 +215,7 @@ class OptimizerState:
         closure: Callable[[], Any] | None,
         take_step: Callable[[Callable[[], Any] | None], Any],
     ) -> Any:
-        """Like `step`; `take_step` calls the step of this optimizer, or of an optimizer that it keeps."""
+        """Like `step`; `take_step` calls the step of this optimizer, or of an inner optimizer."""
         plan = context.update
         loss = None
         if self._accumulates:

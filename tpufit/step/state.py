@@ -135,7 +135,7 @@ class TrainState:
     def named_optimizers(self) -> dict[str, Optimizer]:
         """Return the optimizer of `compile` and the user's optimizers, by attribute name, as in checkpoints.
 
-        Optimizers that another optimizer keeps come after it, as `optimizer.base_optimizer`.
+        Inner optimizers follow the outer optimizer, under names such as `optimizer.base_optimizer`.
         """
         return dict(optimizers_in(vars(self._owner)))
 
@@ -150,7 +150,7 @@ class TrainState:
         return self.optimizers[optimizer]
 
     def _outer(self, optimizer: Optimizer) -> Optimizer | None:
-        """Return the outermost optimizer that keeps this optimizer and has all of its parameters."""
+        """Return the outermost optimizer that contains this optimizer and has all of its parameters."""
         inner = set(map(id, parameters(optimizer)))
         for outer in self.named_optimizers().values():
             inside = dict(optimizers_in(vars(outer))).values()
