@@ -187,7 +187,7 @@ class CapturedProgram(Program):
             # takes, if the order of inputs is the same. The full comparison takes as long as a trace.
             thorough = key not in self._compared
             difference = self._compare(reference, inputs, seeds, body, watch, thorough)
-            if difference != "" or watch.may_have_drawn:  # a watch can tell the step from other threads
+            if difference != "" or watch.may_have_drawn:  # a `Watch` tells reads and draws of other threads apart
                 watch = self._watch()
                 difference = self._compare(reference, inputs, seeds, body, watch, thorough)
         if difference is None and not watch.reads_itself:
@@ -340,7 +340,7 @@ class CapturedProgram(Program):
         graph = capture.graph()
         if graph is None:  # the step returns its inputs unchanged
             return None
-        # A graph is replayed once two consecutive traces agree in the graph and in the Python state afterwards.
+        # A graph is replayed once a trace gives the same graph as the previous trace, and doesn't change Python's state.
         unproven = _ONCE if earlier is None else capture.compare(earlier, graph)
         variation = capture.explain_variation()
         difference = variation or unproven
@@ -354,7 +354,7 @@ class CapturedProgram(Program):
         if unproven:
             capture.compile(graph, self.cause if earlier is None else unproven)
             graph.operations = capture.operations() if target.placement.peak else 0
-        if earlier is not None and not difference:  # the earlier object keeps its compiled figures and its sample
+        if earlier is not None and not difference:  # keep the earlier object, which has its operations and its sample
             graph = earlier
             graph.proven = True
         elif not self.traced_because:
@@ -411,7 +411,7 @@ class CapturedProgram(Program):
 
 
 def _explain_several_graphs(role: str, cause: str) -> str:
-    """Return an error message for a step that isn't a single graph, as several cores require."""
+    """Return an error message for a step that isn't a single graph, which several cores require."""
     return (
         f"the {role} step can't run on several cores of {driver().name}, which needs all of it as one graph: {cause}. "
         f"{cure_for(cause)}. Or compute on one core, with cores=1, or without graphs, with run_eagerly=True"
