@@ -136,7 +136,7 @@ def test_custom_steps_and_targets_are_refused(cores):
         own.fit(X, Y, last_batch="pad", verbose=0)
     with pytest.raises(DataError, match="the targets aren't labels"):
         compiled().fit(X, np.eye(4, dtype="float32")[Y], last_batch="pad", verbose=0)
-    with pytest.raises(ArgumentError, match="pass steps_per_epoch or last_batch"):
+    with pytest.raises(ArgumentError, match="pass only one of steps_per_epoch and last_batch"):
         compiled().fit(X, Y, last_batch="drop", steps_per_epoch=3, verbose=0)
 
 

@@ -288,8 +288,8 @@ class Stream:
         """
         if self._continues or self.steps is None:
             raise ArgumentError(
-                "last_batch='drop' drops the last batch of an epoch, and with steps_per_epoch the short batch may be "
-                "inside: pass steps_per_epoch or last_batch"
+                "last_batch='drop' drops the last batch of an epoch, but with steps_per_epoch the short batch may be "
+                "inside an epoch: pass only one of steps_per_epoch and last_batch"
             )
         self.limit(self.steps - 1)
 
@@ -301,8 +301,8 @@ class Stream:
             name: The name of the argument, for errors (default `"limit"`).
 
         Raises:
-            ArgumentError: The limit is neither a number of at least 1 nor a share between 0 and 1, or a share of an
-                unknown number.
+            ArgumentError: The limit is neither a number of at least 1 nor a share between 0 and 1; or it is a share,
+                but the number of batches is unknown.
         """
         if isinstance(limit, float) and 0 < limit <= 1:
             if self.steps is None:
@@ -398,9 +398,9 @@ class Stream:
         self._log.passes += 1
 
     def _next_batches(self, position: Position) -> Iterator[Any]:
-        """Continue the data where the last epoch ended. Their end ends the epoch, as with Keras's `steps_per_epoch`.
+        """Continue the data where the last epoch ended, until the data end, as with Keras's `steps_per_epoch`.
 
-        Only an epoch without any batch begins another pass.
+        A new pass begins only if the epoch would have no batch at all.
         """
         assert self._limit is not None
         before = position.batches

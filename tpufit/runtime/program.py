@@ -340,7 +340,7 @@ class CapturedProgram(Program):
         graph = capture.graph()
         if graph is None:  # the step returns its inputs unchanged
             return None
-        # A graph is replayed once a trace gives the same graph as the previous trace, and doesn't change Python's state.
+        # A graph is replayed once a trace gives the same graph as the previous trace, and changes no state in Python.
         unproven = _ONCE if earlier is None else capture.compare(earlier, graph)
         variation = capture.explain_variation()
         difference = variation or unproven

@@ -209,7 +209,7 @@ class Masks(TorchFunctionMode):
         if conditions is None:
             return (_Condition.of(first),) if expands and first.dtype is torch.bool else None
         if expands or (func in _VIEWS and _without_ones(first) == _without_ones(result)):
-            return conditions  # their dimensions are the last dimensions of the result
+            return conditions  # the dimensions of the conditions are the last dimensions of the result
         if func in _VIEWS:
             return None
         index = rest[0] if rest else None
@@ -412,7 +412,7 @@ class _Reach:
     def pattern(self) -> Pattern | None:
         rows, queries, keys = self._shape
         for of_query, of_key, how in self._places:
-            # Within a text, positions equal those of the row up to an offset.
+            # Within a text, positions equal the positions in the row up to an offset.
             of_query, by = self._masks.find_shift(of_query)
             if self._numbers is None or not self._masks.counts(self._numbers[0], of_query):
                 return None
