@@ -225,7 +225,7 @@ class GroupNumbers:
         def use(step: int) -> None:
             for (i, j, group, names), options in zip(groups, before, strict=True):
                 for name in names:
-                    # What an earlier step has changed stays.
+                    # Keep the options that an earlier step has changed.
                     if name == "lr" or group[name] is given.get((i, j, name), group[name]):
                         given[i, j, name] = group[name] = trace((step, i, j, name), options[name])
 
@@ -258,7 +258,7 @@ class GroupNumbers:
         """Note that the steps have been traced and run: give the groups their new numbers.
 
         Returns:
-            True if the course is new, and such steps have taken another course before.
+            True if the course is new, and steps of the same key have taken another one before.
         """
         if not self._varying:
             return False
