@@ -106,7 +106,7 @@ class Interruption:
 
 
 def shorten_interrupt(train: Callable[..., object], *args: object) -> None:
-    """Call a function. If it ends by a Ctrl-C after a finished step, drop the traceback, which shows only our code."""
+    """Call a function. Drop the traceback of a Ctrl-C after a finished step, because it shows only tpufit's code."""
     try:
         train(*args)
     except KeyboardInterrupt as error:
