@@ -21,7 +21,7 @@ from . import bits, launch, start
 from .absent import AbsentCores, AbsentSeeds, AbsentTpu, wake_without_device
 from .core_group import CoreGroup
 from .host import find_host
-from .modes import Printing, computing, noting
+from .modes import computing, noting, printing
 from .names import names
 from .one_core import OneCore, Program
 from .placement import TpuCore
@@ -212,7 +212,7 @@ class TorchTpuDriver(Driver):
     def body(self) -> Iterator[None]:
         session = self._session
         tracing = nullcontext() if session is None else noting()
-        with tracing, session or nullcontext(), Printing(), warnings.catch_warnings():
+        with tracing, session or nullcontext(), printing(), warnings.catch_warnings():
             # TorchTPU itself causes these warnings when it copies a tensor or computes a loss.
             for message in (
                 "The .grad attribute of a Tensor that is not a leaf",

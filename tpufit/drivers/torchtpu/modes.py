@@ -1,12 +1,11 @@
 """TorchTPU's modes: operations are computed, or only recorded."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .names import names
@@ -36,12 +35,19 @@ def noting() -> Iterator[None]:
         names().pop_mode()
 
 
-class Printing(TorchFunctionMode):
-    """Prints a tensor of a trace as a copy on the host, because PyTorch disables all modes while it prints."""
+@contextmanager
+def printing() -> Iterator[None]:
+    """A context in which a tensor of a trace is printed as a copy on the host: PyTorch disables modes while it prints.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.__repr__ and on_tpu(args[0]):
-            return repr(args[0].detach().cpu())
-        return func(*args, **(kwargs or {}))
+    A mode for functions would do the same, but Python would run for each function of the trace.
+    """
+    plain: Callable[..., str] = Tensor.__repr__
+
+    def show(tensor: Tensor, **options: Any) -> str:
+        return plain(tensor.detach().cpu() if on_tpu(tensor) else tensor, **options)
+
+    setattr(Tensor, "__repr__", show)  # noqa: B010 - mypy refuses an assignment
+    try:
+        yield
+    finally:
+        setattr(Tensor, "__repr__", plain)  # noqa: B010

@@ -57,6 +57,11 @@ class Session(TorchDispatchMode):
         self._text: tuple[Sequence[Tensor], str] | None = None  # the text of the current graph of some tensors
         self.built: Built | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare each operation the context in which torch.compile is off."""
+        return False
+
     # Inputs
 
     def show(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -118,10 +123,10 @@ class Session(TorchDispatchMode):
             self._note(tensor)
 
     def _note(self, tensor: Tensor) -> None:
-        if not on_tpu(tensor):
+        if tensor.is_cpu:  # a cheap test for most of the others
             return
         storage = storage_of(tensor)
-        if storage in self._shown or storage in self._born or storage in self._taken:
+        if storage in self._born or storage in self._shown or storage in self._taken or not on_tpu(tensor):
             return
         base = tensor._base
         if base is not None and storage_of(base) != storage:  # the view has other memory now
@@ -152,7 +157,7 @@ class Session(TorchDispatchMode):
         tensor.data = stand_in
 
     def _note_change(self, tensor: Tensor) -> None:
-        if on_tpu(tensor) and storage_of(tensor) in self._shown:
+        if not tensor.is_cpu and storage_of(tensor) in self._shown:
             self._changed.add(storage_of(tensor))
 
     def _compute(self, func: Any, args: Any, kwargs: Any, on_host: bool) -> Any:
