@@ -6,12 +6,12 @@ A program of several cores takes and returns dozens of tensors at each step, so 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...runtime.aliases import storage_of
 from .tensors import place_of
@@ -36,8 +36,8 @@ class _Batch:
     axes: Sequence[int | None]  # the dimensions that are split over the cores
     given: list[Given | None] | None  # None: programs take the tensors themselves
     storages: Sequence[int]
-    memory: Sequence[int]  # weak references to the storages: no other storage gets its address while one exists
-    remaining: Sequence[int]  # the indices of tensors that aren't known to be freed
+    # References to the storages: no other storage gets the address while one exists. None: the tensor was freed.
+    memory: list[StorageWeakRef | None]
 
 
 class Known(NamedTuple):
@@ -92,16 +92,14 @@ class CoreTensors:
             given: What programs take in place of each tensor (default: the tensor itself).
             places: The result of `place_of` for each tensor, if it is already known.
         """
-        memory = [tensor.untyped_storage() for tensor in tensors]
         batch = _Batch(
             numbers,
             places or list(map(place_of, tensors)),
             [tensor._version for tensor in tensors],
             axes or [None] * len(tensors),
             given,
-            [storage._cdata for storage in memory],
-            [_refer_weakly(storage) for storage in memory],
-            range(len(tensors)),
+            list(map(storage_of, tensors)),
+            [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors],
         )
         # Before the storages are looked up: an interrupt in between must not leave a storage that has no reference.
         self._batches.append(batch)
@@ -143,7 +141,7 @@ class CoreTensors:
         for _ in range(checked):
             batch = self._batches.popleft()
             memory = batch.memory
-            freed = [i for i in batch.remaining if _is_freed(memory[i])]
+            freed = [i for i, reference in enumerate(memory) if reference is not None and reference.expired()]
             for i in freed:
                 known = self._known.get(batch.storages[i], [])
                 known[:] = [one for one in known if one.batch is not batch or one.i != i]
@@ -151,9 +149,8 @@ class CoreTensors:
                     self._known.pop(batch.storages[i], None)
             self._forget([Known(batch, i) for i in freed])
             for i in freed:  # last, because from now on other storages can get the addresses
-                _release(memory[i])
-            if len(freed) < len(batch.remaining):
-                batch.remaining = sorted(set(batch.remaining).difference(freed))
+                memory[i] = None
+            if any(reference is not None for reference in memory):
                 self._batches.append(batch)
 
     def _forget(self, known: Sequence[Known]) -> None:
@@ -161,9 +158,3 @@ class CoreTensors:
             self.forgotten.append(batch.numbers[i])
             if batch.given is not None:
                 batch.given[i] = None  # frees the part
-
-
-# Functions of PyTorch in C, for which it has no types.
-_refer_weakly: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._weak_ref  # type: ignore[assignment]
-_is_freed: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
-_release: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
