@@ -32,8 +32,8 @@ INTRODUCTION = """\
 # What torch_xla and TorchTPU get wrong, and what tpufit does about it
 
 PyTorch's own tests have a table of its operations, with samples of their arguments (OpInfo). This page compares their
-results and gradients on torch_xla {torch_xla} (XLA:CPU, one core, up to three samples of an operation), with and without
-tpufit, with those of PyTorch {torch} on the CPU. A difference counts if it is more than rounding. Random operations
+results and gradients on torch_xla {torch_xla} (XLA:CPU, one core, up to three samples of an operation), with and
+without tpufit, with PyTorch {torch} on the CPU. A difference counts if it is more than rounding. Random operations
 aren't compared. The last sections are about [TorchTPU](#torchtpu).
 
 These commands print the verdict on an operation, first with torch_xla alone, then with tpufit:
