@@ -31,12 +31,12 @@ OF_THE_PLUGIN = ("to plugin version", "no FFI handler", "host memory allocator",
 INTRODUCTION = """\
 # What torch_xla and TorchTPU get wrong, and what tpufit does about it
 
-PyTorch lists its operations, with samples of their arguments, in a table for its own tests (OpInfo). This page is the
-result of that table on torch_xla {torch_xla} (XLA:CPU, one core, up to three samples of an operation, results and
-gradients), with and without tpufit. PyTorch {torch} on the CPU is the reference; a difference counts if it is more than
-rounding. Random operations are left out. The last sections are about [TorchTPU](#torchtpu).
+PyTorch's own tests have a table of its operations, with samples of their arguments (OpInfo). This page compares their
+results and gradients on torch_xla {torch_xla} (XLA:CPU, one core, up to three samples of an operation), with and
+without tpufit, with PyTorch {torch} on the CPU. A difference counts if it is more than rounding. Random operations
+aren't compared. The last sections are about [TorchTPU](#torchtpu).
 
-These two lines show the verdict of an operation, first by torch_xla alone, then with tpufit:
+These commands print the verdict on an operation, first with torch_xla alone, then with tpufit:
 
 ```sh
 python tests/operation_table.py --dtype float32 --plain nn.functional.elu
@@ -48,17 +48,18 @@ python tests/operation_table.py --dtype float32 nn.functional.elu
 | right | equal to PyTorch, up to rounding |
 | wrong | another result, without an error |
 | error | an error that PyTorch doesn't raise |
-| ends the process | the process ends, in a notebook the kernel |
+| ends the process | the process ends; in a notebook, the kernel dies |
 | refused | tpufit raises an error that names the operation and says what to write instead |
-| not shown | on TorchTPU: the plugin that takes the TPU's place on the CPU lacks what the operation needs |
+| not shown | on TorchTPU: the CPU plugin that replaces the TPU lacks something that the operation needs |
 
 """
 
 MIXED = """\
 ## Beyond the table
 
-The table's samples have one dtype each. torch_xla alone also differs from PyTorch in the following lines, where `x` is
-an `int64` tensor on the device, `m` a mask, and `f`, `a` and `b` are tensors of floats. With tpufit they are right.
+Each of the table's samples has a single dtype. torch_xla alone also differs from PyTorch in the following lines, where
+`x` is an `int64` tensor on the device, `m` a mask, and `f`, `a` and `b` are tensors of floats. With tpufit these lines
+are right.
 
 | line | torch_xla alone |
 | --- | --- |
@@ -78,7 +79,7 @@ an `int64` tensor on the device, `m` a mask, and `f`, `a` and `b` are tensors of
 TORCHTPU = """
 ## TorchTPU
 
-The same table on torch_tpu {torch_tpu} and PyTorch {torch}; a plugin of XLA:CPU takes the TPU's place.
+The same table on torch_tpu {torch_tpu} and PyTorch {torch}; an XLA:CPU plugin replaces the TPU.
 
 """
 

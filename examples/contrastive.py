@@ -4,7 +4,7 @@
 
 Each upper half is compared with the lower halves of the global batch, on all cores: its own half is the positive, and
 all others are negatives. Nothing has to be gathered, because a step computes on the global batch. Afterwards it prints
-how often the right half is found among 100 new ones.
+how often the right half is found among 100 new halves.
 """
 
 import argparse

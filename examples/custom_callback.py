@@ -27,7 +27,7 @@ class StopWhenGoodEnough(Callback):
         self.begun = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
-        # A batch's logs are still on the device. Reading one waits for the device, so read them rarely.
+        # A batch's logs are still on the device. Reading a log waits for the device, so read them rarely.
         if batch == 0:
             print(f"first batch: loss {logs['loss']:.3f}")
 

@@ -74,7 +74,7 @@ digits = (load_digits().data / 8 - 1).astype("float32")  # 1,797 images, values 
 noise = np.random.default_rng(0).normal(size=(1024, NOISE)).astype("float32")
 
 model = GAN(Rivals())
-# Only compile's optimizer is scaled with the cores. The critic's isn't, so the generator's must not be.
+# Only the rate of compile's optimizer grows with the cores. The critic's rate doesn't, so neither may the generator's.
 model.compile(
     lambda parameters: torch.optim.Adam(model.module.generator.parameters(), 1e-3, betas=(0.5, 0.999)), scale_lr=None
 )

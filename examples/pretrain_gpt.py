@@ -3,8 +3,8 @@
     python examples/pretrain_gpt.py [--cores 8] [--characters 200000]
 
 The texts are Python's own help; a token is a byte. `TokenFile` reads rows from a file that may be larger than the
-memory. `PackedDataset` puts several short texts into each row, which don't see each other, and reports how much padding
-that saves. Losses are in nats per byte: blind guessing costs the logarithm of 256, which is 5.5.
+memory. `PackedDataset` puts several short texts into each row, where no text attends to another, and reports how much
+padding that saves. Losses are in nats per byte: blind guessing costs the logarithm of 256, which is 5.5.
 """
 
 import argparse

@@ -78,7 +78,7 @@ def accelerate(clock: Clock, spec: Spec) -> Spec:
 
 
 def lightning(clock: Clock, spec: Spec) -> Spec:
-    """Lightning's TPU trainer. It requires a TPU; its check is answered with yes, and then it runs on XLA:CPU."""
+    """Lightning's TPU trainer. It requires a TPU; this makes its check succeed, and then it runs on XLA:CPU."""
     import lightning
     import torchmetrics
     from lightning.fabric.accelerators import XLAAccelerator as FabricXLA

@@ -21,10 +21,10 @@ from engine import FIRST, HERE, machine, medians, run, versions
 COLUMNS = {
     "first_step_s": ("s to the end of step 1", "{:.2f}"),
     "ms_per_step": ("ms per step", "{:.3f}"),
-    "host_ms_per_step": ("of it host CPU", "{:.3f}"),
+    "host_ms_per_step": ("host CPU ms", "{:.3f}"),
     "peak_mb": ("peak MB of the user's process", "{:.0f}"),
-    "core_peak_mb": ("of another core's", "{:.0f}"),
-    "core_own_mb": ("of it its own", "{:.0f}"),
+    "core_peak_mb": ("peak MB of another core's process", "{:.0f}"),
+    "core_own_mb": ("of which anonymous memory", "{:.0f}"),
 }
 EPOCHS = 7, 300  # epochs, of which two warm up, and the steps of each
 

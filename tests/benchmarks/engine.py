@@ -287,7 +287,7 @@ def print_tables(report: dict[str, Any]) -> None:
     """Return a Markdown table for each group, of the medians."""
     columns = {
         "ms_per_step": ("ms per step", "{:.3f}"),
-        "host_ms_per_step": ("of it host CPU", "{:.3f}"),
+        "host_ms_per_step": ("host CPU ms", "{:.3f}"),
         "first_step_s": ("s to the end of step 1", "{:.2f}"),
         "fifth_step_s": ("of step 5", "{:.2f}"),
         "graphs": ("graphs compiled", "{:.0f}"),
