@@ -12,13 +12,12 @@ from torch.optim import Optimizer
 from ..data import Stream
 from ..errors import join_few
 from ..metrics import is_collection, is_metric
-from ..step import Engine, UserModel, named_tensors
+from ..step import MODEL_ATTRIBUTES, Engine, named_tensors
 from ..utils.json_codec import is_json
 from ..utils.kept import ItemsExcept, Kept
 from ..utils.users_code import is_users_module, warn
 
-# The attributes of `Model` and of `Callback` themselves.
-_MODELS = {*UserModel.__annotations__, "_engine"}
+# The attributes of `Callback` itself.
 _CALLBACKS = {"model", "params", "checkpoints"}
 
 # The modules of tpufit's callbacks, and of their default `state_dict`.
@@ -41,7 +40,7 @@ class UsersObjects:
         roots: dict[str, Any] = {
             "module": model.module,
             "loss": config.loss and config.loss.users,
-            "model": ItemsExcept(vars(model), {*_MODELS, *tracked}),
+            "model": ItemsExcept(vars(model), {*MODEL_ATTRIBUTES, *tracked}),
             **optimizers,
             **{metric.name: metric.users for metric in config.metrics},
         }

@@ -6,7 +6,7 @@ docs/words.md has a glossary: role, pass, capture, replay, hold and the like.
 from .batch import DeviceGroup, join_groups
 from .config import CompileConfig
 from .dry_run import find_fault
-from .engine import Engine, FitOptions, UserModel
+from .engine import MODEL_ATTRIBUTES, Engine, FitOptions, UserModel
 from .kept_modules import kept_modules, kept_parameters
 from .methods import CompileOption, StepMethods
 from .modules import keeping_modes, unwrap_module

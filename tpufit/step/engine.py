@@ -79,8 +79,8 @@ class UserModel(Protocol):
 
 
 # The attributes of `Model` itself. No step depends on them, and `fit` changes some of them: if they counted as state of
-# the user's Python, they would only force new graphs.
-_OURS = {*UserModel.__annotations__, "_engine"}
+# the user's Python, they would only force new graphs. In checkpoints they aren't attributes of the user's either.
+MODEL_ATTRIBUTES = {*UserModel.__annotations__, "_engine"}
 
 
 @dataclass
@@ -459,7 +459,7 @@ class Engine:
         attributes = {
             f"{kind.__name__}.{name}": value
             for name, value in vars(model).items()
-            if name not in _OURS and not isinstance(value, Optimizer)
+            if name not in MODEL_ATTRIBUTES and not isinstance(value, Optimizer)
         }
         users = self.config.loss and self.config.loss.users
         parts = {kind.__name__: kind, type(model.module).__name__: model.module, "loss": users}
