@@ -10,6 +10,7 @@ from tpufit.checkup import table
 from tpufit.checkup.checks import CHECKS
 from tpufit.checkup.facts import Facts, Pod, Process
 from tpufit.checkup.trial import ALL, Trial
+from tpufit.utils.children import explain_end
 from tpufit.utils.hardware import CHIPS
 
 V3, V5E = CHIPS["0x0027"], CHIPS["0x0063"]
@@ -127,10 +128,10 @@ def test_a_sound_machine_has_no_findings():
         ({"cpus": 2, "chips": (V3,) * 4}, "CPUs", "warning", "CachedDataset"),
         ({"disk": 1 << 30}, "free disk", "warning", "make room"),
         (
-            {"trials": (Trial(ALL, failure="F00", status=-6),)},
+            {"trials": (Trial(ALL, failure="signal 6 ended its process. It said:\nF00", status=-6),)},
             "training on all cores",
             "error",
-            "signal 6",
+            "see the rows before it",
         ),
         (
             {"trials": (Trial(1, failure="no answer", status=None),)},
@@ -138,7 +139,12 @@ def test_a_sound_machine_has_no_findings():
             "error",
             "it hangs",
         ),
-        ({"trials": (Trial(1, failure="", status=-9),)}, "training on 1 core", "error", "host memory ran out"),
+        (
+            {"trials": (Trial(1, failure=explain_end(-9, ""), status=-9),)},
+            "training on 1 core",
+            "error",
+            "host memory ran out",
+        ),
         (
             {"chips": (V5E,), "trials": (Trial(1, "1 core", 1.0, 1.0, 2e8),)},
             "host to device and back",

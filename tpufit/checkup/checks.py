@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..errors import VersionError, say_count
 from ..utils import releases
-from ..utils.hardware import LACKS_MEMORY, describe, retired_variables
+from ..utils.hardware import describe, retired_variables
 from ..utils.text import size
 from .facts import Facts
 from .trial import ALL, Trial
@@ -219,16 +219,10 @@ def trials(facts: Facts) -> Iterator[Row]:
 
 
 def _explain_failure(trial: Trial) -> str:
-    """Return the cure for a failed training, by how it ended."""
+    """Return the cure for a failed training."""
     if trial.status is None:
         return "it hangs: check above for processes on the TPU and variables of another run; then restart the TPU"
-    if any(text in trial.failure for text in LACKS_MEMORY):
-        return "this process isn't allowed enough host memory: see that row"
-    if trial.status == -9:
-        return "the system has killed it, most likely because host memory ran out"
-    if trial.status < 0:
-        return f"signal {-trial.status} has ended it: XLA or libtpu has crashed. See the rows above, and send this text"
-    return "the message above says what to do; if not, see the rows before it"
+    return "the message above says what to do; if not, see the rows before it, or send this text"
 
 
 CHECKS = (

@@ -1,10 +1,9 @@
 """Trains a few steps in another process, because a process can't change its number of cores, and may be aborted."""
 
 import json
-import subprocess
 from dataclasses import dataclass
 
-from ..utils.child_python import child_python
+from ..utils import children
 
 ALL = 0  # cores: every core of a TPU; on a CPU, 8 virtual cores
 
@@ -19,19 +18,17 @@ class Trial:
     step: float = 0.0  # seconds of a later step
     bandwidth: float = 0.0  # bytes per second to the device and back
     memory: int | None = None  # of the device in bytes; None if the runtime doesn't report it
-    failure: str = ""  # the process's last lines, if it failed
+    failure: str = ""  # how its process ended, if it failed
     status: int | None = 0  # its exit status; below 0 the signal that ended it; None if it was still running
 
 
 def run(cores: int, timeout: float) -> Trial:
     """Train in another process, on a number of cores (0 for all), for at most `timeout` seconds."""
-    python = child_python(["-m", f"{__package__}.training", str(cores)])
-    try:
-        ended = subprocess.run(**python, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
+    ended = children.run(["-m", f"{__package__}.training", str(cores)], "training", timeout, clock=False)
+    if ended.status is None:
         return Trial(cores, failure=f"no answer within {timeout:g} s", status=None)
-    if ended.returncode == 0:
-        return Trial(**json.loads(ended.stdout.splitlines()[-1]))
-    lines = [line for line in ended.stderr.splitlines() if line.strip()]
-    raised = [i for i, line in enumerate(lines) if line[0] != " " and ("Error" in line or "Check failed" in line)]
-    return Trial(cores, failure="\n".join(lines[raised[-1] :] if raised else lines[-3:]), status=ended.returncode)
+    if ended.status:
+        return Trial(cores, failure=children.explain_end(ended.status, ended.said), status=ended.status)
+    # The runtime may write lines of its own after the result.
+    result = next(line for line in reversed(ended.said.splitlines()) if line.startswith("{"))
+    return Trial(**json.loads(result))
