@@ -113,7 +113,7 @@ class CheckpointDirectory:
             numbers = [manifest["number"] for manifest in self._manifests().values()]
             write(self._store, name, checkpoint, 1 + max(numbers, default=0))
         except NotFiniteError as error:
-            raise self._explain_not_written(checkpoint, f"{error} has NaN or infinities") from error
+            raise self._explain_not_written(checkpoint, str(error)) from error
         except OSError as error:
             why = self._explain_full_disk(checkpoint) if error.errno in DISK_FULL else str(error)
             raise self._explain_not_written(checkpoint, why) from error

@@ -231,7 +231,7 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
     try:
         write(open_store(place.parent), place.name, checkpoint, check=check)
     except NotFiniteError as error:
-        raise CheckpointNotWrittenError(f"{folder} was not written: {error} has NaN or infinities") from error
+        raise CheckpointNotWrittenError(f"{folder} was not written: {error}") from error
     except OSError as error:
         raise CheckpointNotWrittenError(f"the checkpoint was not written to {folder}: {error}") from error
 

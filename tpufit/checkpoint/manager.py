@@ -96,7 +96,7 @@ def save_weights(engine: Engine, path: str | os.PathLike[str], finite_only: bool
                 path, {name: host[id(tensor)] for name, tensor in weights.items()}, learned if finite_only else ()
             )
         except NotFiniteError as error:
-            raise CheckpointNotWrittenError(f"{path} was not written: {error} has NaN or infinities") from error
+            raise CheckpointNotWrittenError(f"{path} was not written: {error}") from error
 
 
 def _copy_to_host(engine: Engine, tensors: Iterable[Tensor], reason: str) -> dict[int, Tensor]:

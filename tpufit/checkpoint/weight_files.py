@@ -45,7 +45,10 @@ def write_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], f
 
 
 class NotFiniteError(ValueError):
-    """A weight has NaN or infinities; the message is the weight's name."""
+    """A weight has NaN or infinities; the message says which."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} has NaN or infinities")
 
 
 @contextmanager
