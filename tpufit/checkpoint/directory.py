@@ -2,8 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,8 @@ class CheckpointDirectory:
         """Remove all checkpoints with a readable manifest, and the folder if only its lock remains; nothing else."""
         if not is_first():
             return
-        for name in self._manifests():
+        readable, _ = self._scan()
+        for name in readable:
             self._store.remove(name)
         self._store.discard()
 
@@ -110,7 +110,8 @@ class CheckpointDirectory:
         """
         name = checkpoint_name(checkpoint.step)
         try:
-            numbers = [manifest["number"] for manifest in self._manifests().values()]
+            readable, _ = self._scan()
+            numbers = [manifest["number"] for manifest in readable.values()]
             write(self._store, name, checkpoint, 1 + max(numbers, default=0))
         except NotFiniteError as error:
             raise self._explain_not_written(checkpoint, str(error)) from error
@@ -133,13 +134,13 @@ class CheckpointDirectory:
         Raises:
             CheckpointDamagedError: All checkpoints are damaged; the message lists the faults.
         """
-        readable = self._manifests()
-        unreadable = [name for name in self._store.names() if name not in readable]
-        return self._find_first_intact([*readable, *unreadable][::-1], check)
+        readable, faults = self._scan()
+        return self._find_first_intact([*readable, *faults][::-1], check)
 
     def best(self, check: Check = _accept) -> Checkpoint | None:
         """Return the best intact checkpoint by metric, see `newest`; None if no checkpoint has a metric."""
-        return self._find_first_intact(self._sort_by_metric(), check, self._list_faults())
+        readable, faults = self._scan()
+        return self._find_first_intact(_sort_by_metric(readable), check, list(faults.values()))
 
     def _find_first_intact(self, names: Sequence[str], check: Check, known: Sequence[str] = ()) -> Checkpoint | None:
         """Return the first intact checkpoint; warn about the faults of checkpoints before it, and `known` faults."""
@@ -160,34 +161,26 @@ class CheckpointDirectory:
             raise CheckpointDamagedError(f"none of the checkpoints in {self.path} can be read: {how}. {cure}")
         return None
 
-    def _manifests(self) -> dict[str, dict[str, Any]]:
-        """Return the readable manifests by name, in order of writing: by step, unless training went back."""
-        found = {}
-        for name in self._store.names():
-            with suppress(CheckpointError):  # damaged, or from a later version: reported by `read`
-                found[name] = read_manifest(self.path / name)
-        return dict(sorted(found.items(), key=lambda item: item[1]["number"]))
+    def _scan(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return the manifests by name, in order of writing, and the faults of those that can't be read.
 
-    def _list_faults(self) -> list[str]:
-        """List the faults of unreadable manifests, whose metrics are unknown."""
-        faults = []
+        The order of writing is by step, unless training went back.
+        """
+        readable = {}
+        faults = {}
         for name in self._store.names():
             try:
-                read_manifest(self.path / name)
-            except CheckpointError as error:
-                faults.append(str(error))
-        return faults
-
-    def _sort_by_metric(self) -> list[str]:
-        """Return the names of the checkpoints with a metric, the best first; among equal ones the earliest first."""
-        metrics = {name: manifest["metric"] for name, manifest in self._manifests().items() if manifest["metric"]}
-        return sorted(metrics, key=lambda name: Score(**metrics[name]).order)
+                readable[name] = read_manifest(self.path / name)
+            except CheckpointError as error:  # damaged, or from a later version
+                faults[name] = str(error)
+        return dict(sorted(readable.items(), key=lambda item: item[1]["number"])), faults
 
     def _prune(self) -> None:
         if self.keep_last is None:
             return
-        names = list(self._manifests())
-        kept = {*names[-self.keep_last :], *self._sort_by_metric()[: self.keep_best]}
+        readable, _ = self._scan()
+        names = list(readable)
+        kept = {*names[-self.keep_last :], *_sort_by_metric(readable)[: self.keep_best]}
         for name in names:
             if name not in kept:
                 self._store.remove(name)
@@ -205,3 +198,9 @@ class CheckpointDirectory:
         need += len(json.dumps(checkpoint.state))
         free = self._store.free()
         return f"no room in {self.path} (need {size(need)}, free {'unknown' if free is None else size(free)})"
+
+
+def _sort_by_metric(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the names of the checkpoints with a metric, the best first; among equal ones the earliest first."""
+    metrics = {name: manifest["metric"] for name, manifest in manifests.items() if manifest["metric"]}
+    return sorted(metrics, key=lambda name: Score(**metrics[name]).order)
