@@ -28,9 +28,7 @@ from .lazy import (
 )
 from .own_thread import guarding
 from .packing import Packing, reorder_for_device, reorder_for_user
-from .transfer import copy_into, swap_value, to_host
-
-_PART = 1 << 28  # bytes of a state that are copied at once
+from .transfer import copy_into, group_by_bytes, swap_value, to_host
 
 
 class HeldState(DeviceState):
@@ -134,7 +132,7 @@ class HeldState(DeviceState):
         if not self.given or driver().is_lazy:
             return values
         shared = {i for i, _ in find_shared(self.aliases)}
-        parts = list(_split_by_size(values))
+        parts = list(group_by_bytes(values))
         for part in parts:
             own = [i for i in part if i not in shared]
             for i, value in zip(own, driver().copy_apart([values[i] for i in own]), strict=True):
@@ -505,20 +503,6 @@ def _link_now(tensors: Sequence[Tensor], aliases: Aliases, reason: str) -> list[
         compute(views)
         wait(reason)
     return views
-
-
-def _split_by_size(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of tensors in groups of at most `_PART` bytes, or of one tensor."""
-    part: list[int] = []
-    nbytes = 0
-    for i, tensor in enumerate(tensors):
-        if part and nbytes + tensor.nbytes > _PART:
-            yield part
-            part, nbytes = [], 0
-        part.append(i)
-        nbytes += tensor.nbytes
-    if part:
-        yield part
 
 
 def _record_order(order: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

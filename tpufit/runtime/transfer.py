@@ -22,7 +22,7 @@ from .aliases import aliases_of, link
 from .driver import driver, on_device
 from .own_thread import unguarding
 
-# The bytes of a large state that are on the host at once during transfers. Single tensors aren't divided.
+# The bytes of a large state that are copied at once, to the host or on the device. Single tensors aren't divided.
 AT_ONCE = 1 << 28
 
 _ALL_WHOLE: Shardings = {}
@@ -68,22 +68,23 @@ def fetch_each(tensors: Iterable[Tensor], reason: str) -> Iterator[Tensor]:
     At most `AT_ONCE` bytes, or one tensor, are on the host at once, if the caller doesn't keep them. On a pod all hosts
     iterate over all tensors, at the same time.
     """
-    for group in _group_by_bytes(tensors):
-        values = to_host(group, reason, collective=True)[::-1]
+    tensors = list(tensors)
+    for group in group_by_bytes(tensors):
+        values = to_host([tensors[i] for i in group], reason, collective=True)[::-1]
         while values:
             yield values.pop()
 
 
-def _group_by_bytes(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors up to `AT_ONCE` bytes."""
-    group: list[Tensor] = []
+def group_by_bytes(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the indices of tensors in groups of at most `AT_ONCE` bytes, or of one tensor."""
+    group: list[int] = []
     nbytes = 0
-    for tensor in tensors:
+    for i, tensor in enumerate(tensors):
         if group and nbytes + tensor.nbytes > AT_ONCE:
             yield group
             group = []
             nbytes = 0
-        group.append(tensor)
+        group.append(i)
         nbytes += tensor.nbytes
     if group:
         yield group
@@ -142,8 +143,8 @@ def move(
         return
     _refuse_shared_memory(moving, names)
     aliases = aliases_of(moving)
-    for group in _group_by_bytes(moving):
-        _move(group, placement, names, shardings)
+    for group in group_by_bytes(moving):
+        _move([moving[i] for i in group], placement, names, shardings)
     link(moving, aliases)
 
 
@@ -204,11 +205,12 @@ def copy_into(
         for target, value in pairs:
             if target.device.type == "cpu":
                 target.copy_(value)
-    remote = iter([pair for pair in pairs if pair[0].device.type != "cpu"])
-    for group in _group_by_bytes(target for target, _ in pairs if target.device.type != "cpu"):
-        host = [next(remote)[1] for _ in group]
-        sent = to_device(host, placement, [shardings.get(id(target), Sharding.WHOLE) for target in group])
-        for target, value in zip(group, sent, strict=True):
+    remote = [pair for pair in pairs if pair[0].device.type != "cpu"]
+    for group in group_by_bytes([target for target, _ in remote]):
+        there = [remote[i][0] for i in group]
+        host = [remote[i][1] for i in group]
+        sent = to_device(host, placement, [shardings.get(id(target), Sharding.WHOLE) for target in there])
+        for target, value in zip(there, sent, strict=True):
             if target.is_meta:  # lost with a step that failed
                 swap_value(target, value)
             else:
