@@ -11,13 +11,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Generator
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from ..errors import ArgumentError, DataError, require_choice, require_whole
 from ..utils.kept import Kept
-from ..utils.random import RNGState
+from ..utils.random import RNGState, state_from_hex, state_to_hex
 from ..utils.users_code import warn
 from .batches import as_tensors
 from .inline import Pace
@@ -330,7 +329,7 @@ class Stream:
         if batches is None:
             own = self._source.state_dict()
             if not self._continues:
-                generators = [generator.get_state().numpy().tobytes().hex() for generator in self.generators]
+                generators = [state_to_hex(generator.get_state()) for generator in self.generators]
                 return {"own": own, "generators": generators, "kept": self._log.current_state()}
             position = replace(self._log.last, batches=0, own=own)
         if position is None:
@@ -365,7 +364,7 @@ class Stream:
         else:  # between two passes
             self._log.restore_objects(position.kept)
             for generator, given in zip(self.generators, state.get("generators", []), strict=False):
-                generator.set_state(torch.frombuffer(bytearray.fromhex(given), dtype=torch.uint8))
+                generator.set_state(state_from_hex(given))
         self._rest = None
         if position.own is not None:
             self._source.load_state_dict(position.own)

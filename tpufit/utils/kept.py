@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from .attributes import attributes, closure, list_pytorch_attributes
 from .object_walk import Named, ObjectWalk
+from .random import state_from_hex, state_to_hex
 from .users_code import is_users_module
 
 # The limits of the walk: its depth, also in libraries' objects, the number of objects, and the items of a container or
@@ -295,7 +296,7 @@ def _form_of_numbers(value: Any, room: list[int]) -> Any:
 
 def _form_of_generator(value: Any) -> Any:
     if isinstance(value, torch.Generator):
-        return {"Generator": value.get_state().numpy().tobytes().hex()} if value.device.type == "cpu" else _NONE
+        return {"Generator": state_to_hex(value.get_state())} if value.device.type == "cpu" else _NONE
     if isinstance(value, random.Random):
         with suppress(NotImplementedError):  # `SystemRandom` has no state
             version, words, gauss = value.getstate()
@@ -428,7 +429,7 @@ def _numpy(own: Any, now: Any) -> Any:
 
 def _pytorch(own: Any, now: Any) -> Any:
     generator = now if isinstance(now, torch.Generator) else torch.Generator()
-    generator.set_state(torch.frombuffer(bytearray.fromhex(own), dtype=torch.uint8))
+    generator.set_state(state_from_hex(own))
     return generator
 
 

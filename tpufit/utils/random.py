@@ -68,6 +68,22 @@ def draw_seed() -> int:
     return int(torch.empty((), dtype=torch.int64).random_())
 
 
+def state_to_hex(state: Tensor) -> str:
+    """Return a generator's state as text, for JSON.
+
+    Example:
+        >>> state = torch.Generator().get_state()
+        >>> torch.equal(state_from_hex(state_to_hex(state)), state)
+        True
+    """
+    return state.numpy().tobytes().hex()
+
+
+def state_from_hex(text: str) -> Tensor:
+    """Return the state that `state_to_hex` gave as text."""
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
 @dataclass(frozen=True)
 class RNGState:
     """The state of the host's random numbers: Python's, NumPy's, PyTorch's and the user's generators.
@@ -115,8 +131,8 @@ class RNGState:
         return {
             "python": [version, list(words), gauss],
             "numpy": [kind, keys.tolist(), *rest],
-            "torch": _to_hex(self.pytorch),
-            "own": [_to_hex(state) for state in self.own],
+            "torch": state_to_hex(self.pytorch),
+            "own": [state_to_hex(state) for state in self.own],
         }
 
     @classmethod
@@ -130,7 +146,10 @@ class RNGState:
         kind, keys, *rest = state["numpy"]
         numpy = (kind, np.array(keys, dtype=np.uint32), *rest)
         result = cls(
-            (version, tuple(words), gauss), numpy, _from_hex(state["torch"]), tuple(map(_from_hex, state["own"]))
+            (version, tuple(words), gauss),
+            numpy,
+            state_from_hex(state["torch"]),
+            tuple(map(state_from_hex, state["own"])),
         )
         random.Random().setstate(result.python)
         np.random.RandomState().set_state(result.numpy)
@@ -139,11 +158,3 @@ class RNGState:
         except RuntimeError as error:
             raise ValueError(str(error)) from error
         return result
-
-
-def _to_hex(state: Tensor) -> str:
-    return state.numpy().tobytes().hex()
-
-
-def _from_hex(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
