@@ -63,6 +63,16 @@ def step_seed(seed: int, step: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
+def to_signed(seed: int) -> int:
+    """Return a seed modulo 2**64 as a signed number, as devices keep it.
+
+    Example:
+        >>> to_signed(7), to_signed((1 << 64) - 1)
+        (7, -1)
+    """
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def draw_seed() -> int:
     """Draw a seed from PyTorch's generator, as a `DataLoader` does for each pass."""
     return int(torch.empty((), dtype=torch.int64).random_())

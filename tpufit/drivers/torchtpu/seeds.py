@@ -13,6 +13,7 @@ from torch import Tensor
 from ...backend import Placement
 from ...runtime.aliases import storage_of
 from ...runtime.trace_seeds import Draw, Place, TraceSeeds
+from ...utils.random import to_signed
 from .modes import computing, noting
 from .names import names
 from .session import Session
@@ -96,6 +97,5 @@ class TpuSeeds(TraceSeeds):
 
 def state_of(seed: int, placement: Placement) -> Tensor:
     """Return the state of a newly seeded generator, on the device."""
-    signed = (seed + _RANGE // 2) % _RANGE - _RANGE // 2
-    (state,) = placement.send([torch.tensor([signed, 0]).view(torch.uint64)])
+    (state,) = placement.send([torch.tensor([to_signed(seed), 0]).view(torch.uint64)])
     return state

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.trace_seeds import Place, TraceSeeds
+from ...utils.random import to_signed
 from .bindings import xla
 
 # torch_xla gives each random operation the next seed of this sequence, computed inside the graph.
@@ -49,19 +50,19 @@ class XlaSeeds(TraceSeeds):
         return base
 
     def _begin_users(self, seed: int) -> Tensor:
-        self._begun.append(_to_signed(seed))
+        self._begun.append(to_signed(seed))
         self._set(seed)
         return self._first_base()
 
     def _native(self) -> Any:
-        return _to_signed(xla()._xla_get_rng_seed(self._device))
+        return to_signed(xla()._xla_get_rng_seed(self._device))
 
     def _go_to(self, native: Any) -> None:
         if native not in self.places:
             seeds = list(self._begun)
             count = 0
             while native not in seeds:
-                seeds = [_to_signed(seed * _FACTOR + _ADDED) for seed in seeds]
+                seeds = [to_signed(seed * _FACTOR + _ADDED) for seed in seeds]
                 count += 1
             if seeds[0] == native:  # derived from the step's seed, so a replay can compute it
                 self.places[native] = (self._step, count)
@@ -92,7 +93,3 @@ def advance_seed(seed: int, count: int) -> int:
     # The sum of a geometric series. The modulus is multiplied by the divisor, so that the division stays exact.
     power = pow(_FACTOR, count, _RANGE * (_FACTOR - 1))
     return (seed * power + _ADDED * ((power - 1) // (_FACTOR - 1))) % _RANGE
-
-
-def _to_signed(seed: int) -> int:
-    return (seed + _RANGE // 2) % _RANGE - _RANGE // 2
