@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backend import Sharding
+from ...backend import Sharding, sharding_of_each
 from ...runtime.lazy import put_behind_barrier
 from ...runtime.placement import CorePlacement
 from ...utils.counters import waiting
@@ -31,7 +31,7 @@ class TpuCore(CorePlacement):
         return torch.device("tpu", 0)
 
     def send(self, tensors: Sequence[Tensor], sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE) -> list[Tensor]:
-        shardings = [sharding] * len(tensors) if isinstance(sharding, Sharding) else sharding
+        shardings = sharding_of_each(sharding, len(tensors))
         away = [i for i, tensor in enumerate(tensors) if not on_tpu(tensor)]
         axes = [shardings[i].axis if tensors[i].dim() else None for i in away]
         sent = dict(zip(away, self.tpu.send([tensors[i].detach() for i in away], axes), strict=True))
