@@ -23,7 +23,7 @@ from .device_state import DeviceState, Slot
 from .eager import HOST
 from .functions import Backend
 from .in_flight import InFlight
-from .placement import Placement, Sharding, Shardings, sharding_of_each
+from .placement import Placement, Sharding, Shardings, block_of_rows, sharding_of_each
 from .program import Body, Program, Sums
 from .step_load import Load
 from .threads import in_turn, turns

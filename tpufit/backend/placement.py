@@ -50,6 +50,19 @@ def sharding_of_each(sharding: Sharding | Sequence[Sharding], count: int) -> Seq
     return [sharding] * count if isinstance(sharding, Sharding) else sharding
 
 
+def block_of_rows(core: int, cores: int, rows: int) -> range:
+    """Return the rows of one of several cores. Each has an equal block of consecutive rows.
+
+    The last blocks may have fewer rows, or none.
+
+    Example:
+        >>> [block_of_rows(core, 4, 7) for core in range(4)]
+        [range(0, 2), range(2, 4), range(4, 6), range(6, 7)]
+    """
+    block = -(-rows // cores)
+    return range(min(core * block, rows), min((core + 1) * block, rows))
+
+
 Shardings = Mapping[int, Sharding]
 """The shardings of tensors, by `id`. A tensor without an entry is whole on every core."""
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backend import block_of_rows
+
 
 def permute_rows(rows: int, seed: int, epoch: int, within: int | None = None) -> NDArray[np.int64]:
     """Return a random permutation of shape `(rows,)` that depends only on the arguments.
@@ -26,12 +28,9 @@ def permute_rows(rows: int, seed: int, epoch: int, within: int | None = None) ->
 def select_shard_rows(shards: Sequence[int], count: int, rows: int) -> NDArray[np.int64]:
     """Return the rows of some of a batch's `count` shards, shard by shard; the shards need not be adjacent.
 
-    A batch is split into equal blocks of consecutive rows, one per device; the last blocks may have fewer rows, or
-    none.
-
     Example:
         >>> select_shard_rows([0, 2], count=4, rows=7).tolist(), select_shard_rows([1, 3], count=4, rows=7).tolist()
         ([0, 1, 4, 5], [2, 3, 6])
     """
-    block = -(-rows // count)
-    return np.concatenate([np.arange(min(i * block, rows), min((i + 1) * block, rows)) for i in shards])
+    blocks = [block_of_rows(i, count, rows) for i in shards]
+    return np.concatenate([np.arange(block.start, block.stop) for block in blocks])

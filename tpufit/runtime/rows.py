@@ -1,7 +1,4 @@
-"""Sending a host's rows of a batch to its cores, and reading them, on a pod of several hosts.
-
-A batch is split into equal blocks of consecutive rows, one for each core; the last blocks may be shorter or empty.
-"""
+"""Sending a host's rows of a batch to its cores, and reading them, on a pod of several hosts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..backend import Placement
+from ..backend import Placement, block_of_rows
 from ..errors import BatchError
 from ..utils.counters import waiting
 from . import counters
@@ -29,8 +26,8 @@ def send_rows(tensors: Sequence[Tensor], rows: int, placement: Placement, axis: 
         BatchError: A tensor has a different number of rows.
     """
     assert isinstance(placement, CorePlacement)  # the host has no parts
-    block = -(-rows // placement.count)
-    sizes = [min(max(rows - i * block, 0), block) for i in placement.local_shards or ()]
+    block = len(block_of_rows(0, placement.count, rows))
+    sizes = [len(block_of_rows(i, placement.count, rows)) for i in placement.local_shards or ()]
     sent = []
     for tensor in tensors:
         if tensor.dim() <= axis:

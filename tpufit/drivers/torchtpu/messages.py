@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...backend import block_of_rows
+
 _ALIGNED = 64  # bytes, from one tensor in a block to the next
 
 
@@ -168,8 +170,8 @@ def own_part(tensor: Tensor, axis: int | None, own: range, cores: int) -> Tensor
     if axis is None:
         return tensor
     size = tensor.shape[axis]
-    share = -(-size // cores)
-    begin = min(own.start * share, size)
+    share = len(block_of_rows(0, cores, size))
+    begin = block_of_rows(own.start, cores, size).start
     length = len(own) * share
     here = tensor.narrow(axis, begin, min(length, size - begin))
     if here.shape[axis] == length:
