@@ -22,7 +22,7 @@ from .cores import Cores, CoresArgument
 from .device_state import DeviceState, Slot
 from .eager import HOST
 from .functions import Backend
-from .in_flight import InFlight
+from .in_flight import InFlight, NeverWaits
 from .placement import Placement, Sharding, Shardings, block_of_rows, sharding_of_each
 from .program import Body, Program, Sums
 from .step_load import Load

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .device_state import DeviceState
-from .in_flight import InFlight
+from .in_flight import InFlight, NeverWaits
 from .placement import Placement, Sharding, sharding_of_each
 from .program import Body, Pause, Program, Sums
 
@@ -19,13 +19,6 @@ class _Synchronous(InFlight):
 
     def add(self, result: Tensor, nbytes: int) -> Tensor | None:
         return result
-
-
-class _InOrder(InFlight):
-    """No step is waited for: the device computes in order, and a full queue of the device blocks the host."""
-
-    def add(self, result: Tensor, nbytes: int) -> Tensor | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,7 @@ class EagerPlacement(Placement):
         return tensor
 
     def in_flight(self) -> InFlight:
-        return _Synchronous() if self.on_host else _InOrder()
+        return _Synchronous() if self.on_host else NeverWaits()
 
 
 HOST: Placement = EagerPlacement(torch.device("cpu"))

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import InFlight, Sharding, sharding_of_each
+from ..backend import InFlight, NeverWaits, Sharding, sharding_of_each
 from .driver import Trace
-from .in_flight import NothingRuns
 from .placement import CorePlacement
 from .recorder import Recorder
 
@@ -50,7 +49,7 @@ class AbsentPlacement(CorePlacement):
         return self.send([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in copies])
 
     def in_flight(self) -> InFlight:
-        return NothingRuns()
+        return NeverWaits()
 
     def compile(self, trace: Trace) -> None:
         self.recorder.keep(trace)

@@ -77,10 +77,3 @@ class RunsAhead(InFlight):
 
 
 _all: WeakSet[RunsAhead] = WeakSet()
-
-
-class NothingRuns(InFlight):
-    """The back-pressure of absent cores: none."""
-
-    def add(self, result: Tensor, nbytes: int) -> Tensor | None:
-        return None
