@@ -105,7 +105,7 @@ class TrainState:
         kept = kept_modules(self._owner).items()
         return named | {f"kept/{name}": part for name, part in kept if not any(part is loss for loss in of_loss)}
 
-    def named_tensors(self) -> dict[str, Tensor]:
+    def list_every_tensor(self) -> dict[str, Tensor]:
         """Return the tensors of all modules, and the parameters of the optimizers and the model outside of modules.
 
         Each tensor comes once, by its first name.
@@ -218,7 +218,7 @@ class TrainState:
     def tensors(self) -> tuple[dict[int, Tensor], dict[int, str]]:
         """Return every tensor that training changes, and the names of the modules' tensors, both by `id`."""
         # The order never changes, because graphs take and return the state as a flat list.
-        named = self.named_tensors()
+        named = self.list_every_tensor()
         names = {id(tensor): readable_name(name) for name, tensor in named.items()}
         tensors = {id(tensor): tensor for tensor in named.values()}
         for optimizer in self._every_optimizer():
@@ -335,7 +335,7 @@ class TrainState:
         Raises:
             StateLostError: A lost tensor was left out. Nothing has changed.
         """
-        owned = {id(tensor): (name, tensor) for name, tensor in self.named_tensors().items()}
+        owned = {id(tensor): (name, tensor) for name, tensor in self.list_every_tensor().items()}
         lost = {id(self.device.tensors[index]) for index in self.device.lost}
         missing = [name for key, (name, _) in owned.items() if key in lost - weights.keys()]
         if missing:
@@ -446,7 +446,7 @@ class TrainState:
     def _find_unused(self) -> dict[str, Tensor]:
         """Return the parameters that no optimizer has, by name."""
         used = {id(p) for optimizer in self._every_optimizer() for p in parameters(optimizer)}
-        return {name: t for name, t in self.named_tensors().items() if t.requires_grad and id(t) not in used}
+        return {name: t for name, t in self.list_every_tensor().items() if t.requires_grad and id(t) not in used}
 
     def swap_ema(self, to: bool | None = None) -> None:
         """Swap the weights and their moving averages. Nothing is copied.
@@ -522,7 +522,7 @@ class TrainState:
         )
 
         # Adopt before the training tensors are listed, so that the list includes the adopted tensors.
-        parameters = {name: t for name, t in self.named_tensors().items() if isinstance(t, nn.Parameter)}
+        parameters = {name: t for name, t in self.list_every_tensor().items() if isinstance(t, nn.Parameter)}
         for name, optimizer in named.items():
             self.state_of(optimizer).drop_parts()
             self.state_of(optimizer).adopt(name, parameters, saved.training, saved.optimizers[name])
@@ -556,12 +556,12 @@ class TrainState:
         self.reset(values)
 
     def _names(self) -> dict[int, str]:
-        return {id(tensor): name for name, tensor in self.named_tensors().items()}
+        return {id(tensor): name for name, tensor in self.list_every_tensor().items()}
 
     def _training_tensors(self) -> dict[str, Tensor]:
         """Return the live tensors outside the module's `state_dict`, by their names in checkpoints."""
         module = self._owner.module
-        named = self.named_tensors()
+        named = self.list_every_tensor()
         names = {id(tensor): name for name, tensor in named.items()}
         saved = {id(tensor) for tensor in named_tensors(module).values()}
         tensors = {f"buffer/{name}": b for name, b in module.named_buffers() if id(b) not in saved}
