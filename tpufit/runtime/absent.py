@@ -45,7 +45,7 @@ class AbsentPlacement(CorePlacement):
     def note_start(self, name: Any, outputs: Sequence[list[Tensor]]) -> None:
         pass
 
-    def compute(self, copies: list[Tensor]) -> list[Tensor]:
+    def compute_and_wait(self, copies: list[Tensor]) -> list[Tensor]:
         return self.send([torch.empty(t.shape, dtype=t.dtype, device="meta") for t in copies])
 
     def in_flight(self) -> InFlight:

@@ -32,11 +32,11 @@ class Packing:
         return [i for i, t in enumerate(tensors) if t.dim() > 2 and min(t.shape[:2]) > max(t.shape[2:])]
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors to the device's order. **This waits**, see `CorePlacement.compute`."""
+        """Copy tensors to the device's order. **This waits**, see `CorePlacement.compute_and_wait`."""
         return self._compute([reorder_for_device(tensor) for tensor in tensors])
 
     def unpack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy packed tensors to the user's order. **This waits**, see `CorePlacement.compute`."""
+        """Copy packed tensors to the user's order. **This waits**, see `CorePlacement.compute_and_wait`."""
         return self._compute([reorder_for_user(tensor) for tensor in tensors])
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Packing:
         return tensor if self.placement is None else self.placement.pin(tensor)
 
     def _compute(self, copies: list[Tensor]) -> list[Tensor]:
-        return [] if self.placement is None or not copies else self.placement.compute(copies)
+        return [] if self.placement is None or not copies else self.placement.compute_and_wait(copies)
 
 
 @torch.no_grad()

@@ -92,7 +92,7 @@ class CorePlacement(Placement):
         """Note the outputs of a started graph; empty if the start failed."""
 
     @abstractmethod
-    def compute(self, copies: list[Tensor]) -> list[Tensor]:
+    def compute_and_wait(self, copies: list[Tensor]) -> list[Tensor]:
         """Compute pending copies. **This waits**, because only computed tensors have memory to identify."""
 
     @abstractmethod

@@ -60,7 +60,7 @@ class TpuCore(CorePlacement):
     def note_start(self, name: Any, outputs: Sequence[list[Tensor]]) -> None:
         self.programs[name].note_start(outputs)
 
-    def compute(self, copies: list[Tensor]) -> list[Tensor]:
+    def compute_and_wait(self, copies: list[Tensor]) -> list[Tensor]:
         with waiting("packing"):
             self.tpu.compute(copies, wait=True)
         return copies

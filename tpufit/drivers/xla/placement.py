@@ -134,7 +134,7 @@ class XlaCores(CorePlacement):
     def prepare_start(self, name: Any, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
         return map(partial(xla()._run_cached_graph, name), [inputs])
 
-    def compute(self, copies: list[Tensor]) -> list[Tensor]:
+    def compute_and_wait(self, copies: list[Tensor]) -> list[Tensor]:
         with waiting("packing"), counters.role("transfer"):
             xla()._xla_sync_multi(copies, devices=[], wait=True)
         return copies
