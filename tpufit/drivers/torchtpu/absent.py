@@ -1,4 +1,4 @@
-"""`AbsentCores`: replaces absent cores, for a preflight. Its tensors have no values.
+"""`ValuelessCores`: replaces absent cores, for a preflight. Its tensors have no values.
 
 torch_tpu traces without a device, but PyTorch's backward pass asks for the number of devices, and ends the process if
 there is none. So PyTorch's device guard for devices in Python replaces torch_tpu's guard, and reports one device.
@@ -33,7 +33,7 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"  # in libc10, a pointer 
 _PRIVATE_USE_1 = 20  # the number of torch_tpu's device type
 
 
-class AbsentCores(OneCore):
+class ValuelessCores(OneCore):
     """Absent cores, without values.
 
     Args:

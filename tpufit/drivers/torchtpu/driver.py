@@ -18,7 +18,7 @@ from ...runtime import counters
 from ...runtime.driver import Driver, Request, Trace
 from ...runtime.trace_seeds import Place, TraceSeeds
 from . import bits, launch, start
-from .absent import AbsentCores, AbsentSeeds, AbsentTpu, wake_without_device
+from .absent import AbsentSeeds, AbsentTpu, ValuelessCores, wake_without_device
 from .core_group import CoreGroup
 from .host import find_host
 from .modes import computing, noting, printing
@@ -74,7 +74,7 @@ class TorchTpuDriver(Driver):
 
     def start_absent(self, count: int) -> str:
         wake_without_device()
-        self._cores = AbsentCores(count)
+        self._cores = ValuelessCores(count)
         return "TPU"
 
     def connect_hosts(self, processes: int) -> None:

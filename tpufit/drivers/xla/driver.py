@@ -25,7 +25,7 @@ from ...utils import hardware
 from ...utils.replaced import replaced
 from . import bits, counts, jax_calls, lowering, profiler, reading, release, rows, seeds
 from .bindings import xla
-from .placement import AbsentCores, XlaCores
+from .placement import AbsentXlaCores, XlaCores
 from .start import import_runtime, start, store
 
 # The kinds of devices, by the chip on the PCI bus.
@@ -99,7 +99,7 @@ class XlaDriver(Driver):
     # Placements
 
     def placement_on(self, cores: Cores, recorder: Any) -> Placement:
-        return XlaCores(cores) if recorder is None else AbsentCores(cores, recorder=recorder)
+        return XlaCores(cores) if recorder is None else AbsentXlaCores(cores, recorder=recorder)
 
     def send_parts(self, parts: Sequence[Tensor], axis: int, block: int, rows_: int, placement: Placement) -> Tensor:
         assert isinstance(placement, XlaCores)

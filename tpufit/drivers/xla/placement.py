@@ -1,4 +1,4 @@
-"""`XlaCores`: one core or a mesh, and `AbsentCores`, for which a `Recorder` keeps the programs.
+"""`XlaCores`: one core or a mesh, and `AbsentXlaCores`, for which a `Recorder` keeps the programs.
 
 Over a mesh, the number of rows needn't be divisible by the number of cores: the partitioner pads and masks rows
 exactly, if indices have 32 bits (see `indices`).
@@ -141,7 +141,7 @@ class XlaCores(CorePlacement):
 
 
 @dataclass(frozen=True)
-class AbsentCores(AbsentPlacement, XlaCores):
+class AbsentXlaCores(AbsentPlacement, XlaCores):
     """Absent cores: steps are traced for them, and a recorder keeps the programs."""
 
     def send(self, tensors: Sequence[Tensor], sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE) -> list[Tensor]:
