@@ -112,7 +112,7 @@ def environments(host: Host, own: int, platform: str) -> list[dict[str, str]]:
 
 
 @contextmanager
-def replaced(variables: Mapping[str, str]) -> Iterator[None]:
+def setting_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """A context with other variables. If they stayed set, other libraries would expect a distributed run."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -113,7 +113,7 @@ def start(request: Request, cores: CoresArgument, asked_by: str, interrupted: Co
                 f"{interrupted.count}. Restart it (in a notebook: the kernel)"
             )
     if count == 1:
-        with launch.replaced(launch.choosing_core(request.index if hardware.chips() else None)):
+        with launch.setting_variables(launch.choosing_core(request.index if hardware.chips() else None)):
             start_core()
         return OneCore()
     if names().has_started() and count > host.count:
@@ -133,7 +133,7 @@ def start(request: Request, cores: CoresArgument, asked_by: str, interrupted: Co
         raise CoresError(f"cores={cores!r} was requested, but torch_tpu can't group these cores: {error}") from error
 
     def start_first() -> None:
-        with launch.replaced(environments[0]):
+        with launch.setting_variables(environments[0]):
             # PyTorch sends TorchTPU's warnings during this call to Python's filters; otherwise they are printed.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1).to("tpu")
