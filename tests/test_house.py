@@ -150,7 +150,7 @@ def changes_the_process(node, others):
     """True for a statement or call that sets an attribute of another library, or an object's class."""
     if isinstance(node, ast.Call):
         called = ast.unparse(node.func)
-        gives = called in ("setattr", "replaced") and bool(node.args) and root_of(node.args[0]) in others
+        gives = called in ("setattr", "replacing_attributes") and bool(node.args) and root_of(node.args[0]) in others
         return called in CHANGE_THE_PROCESS or gives
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
     return any(

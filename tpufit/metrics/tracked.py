@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..utils.replaced import replaced
+from ..utils.replacing_attributes import replacing_attributes
 from .library import is_collection, is_metric
 from .sums import SumTable
 
@@ -52,7 +52,7 @@ def update_separately(attributes: Mapping[str, Any]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for collection in _collections_in(attributes).values():
-            stack.enter_context(replaced(collection, update=partial(call, collection)))
+            stack.enter_context(replacing_attributes(collection, update=partial(call, collection)))
         yield
 
 
@@ -94,7 +94,7 @@ class TrackedMetric:
             collect(*args, **kwargs)
             return self.metric
 
-        with replaced(self.metric, update=collect, forward=call, compute=lambda: self.metric):
+        with replacing_attributes(self.metric, update=collect, forward=call, compute=lambda: self.metric):
             yield
 
     def update(self, sums: SumTable, slot: int, arguments: Sequence[Any]) -> Sequence[Tensor] | None:

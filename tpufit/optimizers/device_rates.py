@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..backend import Placement
 from ..runtime import keeps_count, to_device
-from ..utils.replaced import replaced
+from ..utils.replacing_attributes import replacing_attributes
 from .decays import Decays
 from .options import has_inputs
 from .shared_counters import SharedCounterMode, SharedStepCounters
@@ -70,7 +70,7 @@ class DeviceRates:
         options = {"foreach": False, "fused": False, "capturable": keeps_count(self._optimizer)}
         shares = isinstance(self._optimizer, SharedStepCounters)
         mode = _WithNumbers if has_inputs(self._optimizer) else _OnDevice
-        with self._restoring(*options), replaced(self._optimizer, mode=mode) if shares else mode():
+        with self._restoring(*options), replacing_attributes(self._optimizer, mode=mode) if shares else mode():
             for group in self._optimizer.param_groups:
                 group.update({key: value for key, value in options.items() if key in group})
             yield

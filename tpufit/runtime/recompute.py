@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpoints
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from ..utils.replaced import replaced
+from ..utils.replacing_attributes import replacing_attributes
 from ..utils.users_code import warn
 from .driver import driver
 from .lazy import put_behind_barrier
@@ -60,7 +60,7 @@ def recomputing(blocks: Mapping[nn.Module, str], seeds: object) -> Iterator[None
             stack.enter_context(known)
         for block, policy in blocks.items():
             forward = _with_attention_in_regions if policy == "attention" else _in_regions
-            stack.enter_context(replaced(block, forward=forward(block, seeds, policy)))
+            stack.enter_context(replacing_attributes(block, forward=forward(block, seeds, policy)))
         prepared = bool(blocks)
 
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def recomputing(blocks: Mapping[nn.Module, str], seeds: object) -> Iterator[None
 
 def _checkpointing(call: Callable[..., Any]) -> AbstractContextManager[None]:
     """A context in which `torch.utils.checkpoint.checkpoint` is this function."""
-    return replaced(_checkpoint, **{_CALLED: call})
+    return replacing_attributes(_checkpoint, **{_CALLED: call})
 
 
 def _call_once(

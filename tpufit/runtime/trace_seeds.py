@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..utils.replaced import replaced
+from ..utils.replacing_attributes import replacing_attributes
 
 Place = tuple[int, int]
 """A position in the random numbers of a trace: the number of the step, and of the draws before."""
@@ -67,7 +67,10 @@ class TraceSeeds(ABC):
             self._begin(self._begin_users(int(seed)))
             return generator
 
-        with replaced(torch, manual_seed=manual_seed), replaced(torch.random, manual_seed=manual_seed):
+        with (
+            replacing_attributes(torch, manual_seed=manual_seed),
+            replacing_attributes(torch.random, manual_seed=manual_seed),
+        ):
             yield
 
     def draw(self) -> Draw:

@@ -27,7 +27,7 @@ from ..optimizers import (
 from ..runtime import unguarding, without_unsharding
 from ..utils.is_compiling import compiling
 from ..utils.json_codec import is_json
-from ..utils.replaced import replaced
+from ..utils.replacing_attributes import replacing_attributes
 from .config import CompileConfig
 from .context import StepContext
 
@@ -159,7 +159,7 @@ class OptimizerState:
         self.cleared = self._spent = self._added = False
         self._having = set()
         try:
-            with replaced(optimizer, step=step, zero_grad=clear):
+            with replacing_attributes(optimizer, step=step, zero_grad=clear):
                 yield clear
             if self._spent and self.rates is not None:
                 drop_gradients(optimizer)

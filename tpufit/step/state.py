@@ -31,7 +31,7 @@ from ..optimizers import (
 )
 from ..runtime import copy_into, copy_to_host, move, reshard, state_at, swap_value, to_host
 from ..utils.random import RNGState
-from ..utils.replaced import replaced
+from ..utils.replacing_attributes import replacing_attributes
 from ..utils.users_code import warn
 from .config import CompileConfig
 from .context import StepContext
@@ -199,7 +199,7 @@ class TrainState:
                     clear(set_to_none)
                 type(module).zero_grad(module, set_to_none)
 
-            stack.enter_context(replaced(module, zero_grad=zero_grad))
+            stack.enter_context(replacing_attributes(module, zero_grad=zero_grad))
             yield
             self.note_unused_gradients()
             if all_cleared and not self.placement.eager:

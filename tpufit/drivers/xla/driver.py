@@ -22,7 +22,7 @@ from ...runtime import counters
 from ...runtime.driver import Driver, Request, Trace
 from ...runtime.trace_seeds import Place, TraceSeeds
 from ...utils import hardware
-from ...utils.replaced import replaced
+from ...utils.replacing_attributes import replacing_attributes
 from . import bits, counts, jax_calls, lowering, profiler, reading, release, rows, seeds
 from .bindings import xla
 from .placement import AbsentXlaCores, XlaCores
@@ -242,7 +242,7 @@ class XlaDriver(Driver):
     def device_module(self) -> AbstractContextManager[object]:
         import torch_xla
 
-        return replaced(torch, xla=torch_xla)
+        return replacing_attributes(torch, xla=torch_xla)
 
     def jax_call(
         self, function: Callable[..., Any], arguments: Sequence[Any], platform: str, name: str

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...utils import releases
-from ...utils.replaced import replaced
+from ...utils.replacing_attributes import replacing_attributes
 from .bindings import xla
 
 _LIBTPU_0_0_17 = 4  # the latest version of kernels that libtpu 0.0.17 reads
@@ -59,7 +59,7 @@ def _for_old_libtpu() -> AbstractContextManager[None]:
         return nullcontext()
     from jax._src import tpu_custom_call
 
-    return replaced(tpu_custom_call, get_ir_version=lambda _: _LIBTPU_0_0_17)
+    return replacing_attributes(tpu_custom_call, get_ir_version=lambda _: _LIBTPU_0_0_17)
 
 
 @contextmanager

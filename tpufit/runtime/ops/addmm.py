@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...utils.replaced import replaced
+from ...utils.replacing_attributes import replacing_attributes
 from ..driver import on_device
 from .views import restore_rows
 
@@ -26,7 +26,7 @@ def replace_addmm() -> Iterator[None]:
         result = _add_scaled(*args, **kwargs) if kwargs else _multiply_rows(*args)
         return native(*args, **kwargs) if result is None else result
 
-    with replaced(torch, addmm=addmm):
+    with replacing_attributes(torch, addmm=addmm):
         yield
 
 

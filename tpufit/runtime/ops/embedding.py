@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import ArgumentError
-from ...utils.replaced import replaced
+from ...utils.replacing_attributes import replacing_attributes
 from ..driver import on_device
 
 
@@ -44,7 +44,7 @@ def replace_embedding() -> Iterator[None]:
             raise _sparse_error("embedding_bag")
         return native_bag(input, weight, *others, **named)
 
-    with replaced(F, embedding=embedding, embedding_bag=embedding_bag):
+    with replacing_attributes(F, embedding=embedding, embedding_bag=embedding_bag):
         yield
 
 
