@@ -145,5 +145,5 @@ def test_plain_pytorch_runs_the_body_each_time_and_keeps_its_seed():
         return inputs[0] + torch.rand(())
 
     one, other = (program("key", [torch.zeros(())], [7], body) for _ in range(2))
-    assert one == other and not program.replays("key") and not program.captures
+    assert one == other and not program.prepare_replay("key") and not program.captures
     assert torch.equal(torch.get_rng_state(), before)

@@ -44,9 +44,8 @@ def test_moved_tensors_reset_the_program_and_keep_logs(cores):
     model.to_cpu()
     assert engine_of(model).roles["train"].program is None and model.get_metrics_result() == logs
     model.fit(X, Y, 8, verbose=0)
-    assert (
-        engine_of(model).roles["train"].program.replays(next(iter(engine_of(model).roles["train"].program.traced_keys)))
-    )
+    program = engine_of(model).roles["train"].program
+    assert program.prepare_replay(next(iter(program.traced_keys)))
 
 
 class Doubled(Dataset):

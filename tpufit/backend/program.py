@@ -106,19 +106,22 @@ class Program(ABC):
     def note_users_code(self, seldom: bool) -> None:
         """Note that user code has run, which may have changed what the body reads; `seldom`: not at each step."""
 
-    def replays(self, key: Hashable) -> bool:
-        """True if the next call with this key doesn't need the body's Python, so that `replay` suffices."""
+    def prepare_replay(self, key: Hashable) -> bool:
+        """Hold the state for a replay with this key, and return True, if `replay` suffices without the body's Python.
+
+        If it doesn't, the next call must trace the body.
+        """
         return False
 
     def replay(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
-        """Run once without the body's Python, and without waiting for the device. `replays` must be true."""
+        """Run once without the body's Python, and without waiting for the device. `prepare_replay` must be True."""
         raise NotImplementedError
 
     def audit_due(self, key: Hashable, remaining: int | None) -> bool:
         """True if the next replay should be audited first.
 
         Args:
-            key: See `__call__`. `replays` must be True for it.
+            key: See `__call__`. `prepare_replay` must be True for it.
             remaining: The number of groups of steps in the pass after this one, or None if unknown.
         """
         return False
@@ -132,13 +135,13 @@ class Program(ABC):
         pause: Pause = nullcontext,
         sample: Body | None = None,
     ) -> None:
-        """Trace a replayed step again, and compare the graphs. If they differ, `replays` is False from then on.
+        """Trace a replayed step again, and compare the graphs. If they differ, the graph isn't replayed any more.
 
         Nothing runs, and the state doesn't change. The arguments are as in `__call__` and `trace_sample`.
         """
 
     def lacks_sample(self, key: Hashable) -> bool:
-        """True if a step with this key has just been shown to be replayable, and has no sample for audits."""
+        """True if the graph of a step has no sample for audits. `prepare_replay` must be True for its key."""
         return False
 
     def trace_sample(

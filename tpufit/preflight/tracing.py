@@ -79,7 +79,7 @@ class Tracer:
                 before = len(self.recorder.programs)
                 yield last
                 program = self._engine.roles[one.role].program
-                proven = program is not None and all(map(program.replays, program.traced_keys))
+                proven = program is not None and all(map(program.prepare_replay, program.traced_keys))
                 quiet = quiet + 1 if proven and len(self.recorder.programs) == before else 0
                 if quiet == period:
                     break

@@ -93,13 +93,14 @@ class CapturedProgram(Program):
         self._compared: set[Hashable] = set()  # the keys of graphs that an audit in this `fit` has compared in full
         self._warned: set[str] = set()  # the causes of past warnings
 
-    def replays(self, key: Hashable) -> bool:
-        graph = self._graphs.get(self._make_graph_key(key))
-        if graph is None or not graph.proven:
-            return False
-        if self._target.state.held:
-            return True
-        self._hold()  # user code may have let other tensors share memory
+    def prepare_replay(self, key: Hashable) -> bool:
+        proven = self._has_proven(key)
+        if proven and not self._target.state.held:
+            self._hold()
+            proven = self._has_proven(key)  # user code may have let other tensors share memory
+        return proven
+
+    def _has_proven(self, key: Hashable) -> bool:
         graph = self._graphs.get(self._make_graph_key(key))
         return graph is not None and graph.proven
 
@@ -234,8 +235,6 @@ class CapturedProgram(Program):
             target.sums.roll_back()
 
     def lacks_sample(self, key: Hashable) -> bool:
-        if not self.replays(key):
-            return False
         graph = self._graphs[self._make_graph_key(key)]
         return graph.sample is None and not graph.escaped
 

@@ -177,11 +177,11 @@ class StepRunner:
         role.group = group
         self._engine.latest = role
         state.count_updates(updates)
-        replays = program.replays(key)
+        replays = program.prepare_replay(key)
         if replays and program.audit_due(key, remaining):
             with state.counters.restoring_numbers(state.named_optimizers().values()):
                 program.audit(key, inputs, seeds, body, pause, self._sample(group, updates))
-            replays = program.replays(key)
+            replays = program.prepare_replay(key)
         if replays:
             outputs = program.replay(key, inputs, seeds)
             state.counters.note_replay((role.name, key))
@@ -208,7 +208,7 @@ class StepRunner:
         self._note_trace()
         self._engine.register_new_state()  # only a traced step runs Python that could create state
         sample = self._sample(group, updates)
-        if sample is not None and program.lacks_sample(key):
+        if sample is not None and program.prepare_replay(key) and program.lacks_sample(key):
             with state.counters.restoring_numbers(state.named_optimizers().values()):
                 program.trace_sample(key, inputs, seeds, sample, pause)
         self._warn_of_change(program.pop_change())
