@@ -105,6 +105,18 @@ def test_times_of_a_step_on_torchtpu():
     assert agrees(ratio, beside["to_own_replay"])
 
 
+def test_start_and_memory_of_several_cores():
+    medians = {(row["runtime"], row["cores"]): row["medians"] for row in saved("cores")["rows"]}
+    shown = table(BENCHMARKS, "cores", "first step on TorchTPU, s")
+    assert [int(cells[0]) for cells in shown] == [1, 4, 8]
+    for count, first, first_xla, host, host_xla, *memory in shown:
+        ours, other = medians["torch_tpu", int(count)], medians["torch_xla", int(count)]
+        assert agrees(first, ours["first_step_s"]) and agrees(first_xla, other["first_step_s"])
+        assert agrees(host, ours["host_ms_per_step"]) and agrees(host_xla, other["host_ms_per_step"])
+        for cell, name in zip(memory, ("core_peak_mb", "core_own_mb"), strict=True):
+            assert agrees(cell, ours[name]) if count != "1" else not cell
+
+
 def test_times_and_cycles_in_the_readme():
     columns = "", "Lightning", "Accelerate", "Keras 3 on JAX", "a torch_xla loop", "tpufit"
     one, ten, gpt, resnet, *_ = table(ROOT / "README.md", *columns)
@@ -161,8 +173,10 @@ def test_figures_of_both_engines():
     both = {name: one for name, one in networks.items() if {"torch_xla", "torch_tpu"} <= one.keys()}
     shown = {cells[0]: cells[1:] for cells in table(BENCHMARKS, "network", "torch_xla", "TorchTPU")}
     assert shown.keys() == both.keys()
-    for name, (before, here, *ratios) in shown.items():
+    for name, (before, here, *ratios, alone) in shown.items():
         of_xla, of_tpu = both[name]["torch_xla"], both[name]["torch_tpu"]
         assert agrees(before, of_xla["cycles"] / 1e6) and agrees(here, of_tpu["cycles"] / 1e6), name
         for cell, figure in zip(ratios, ("cycles", "bytes", "temporaries"), strict=True):
             assert agrees(cell, of_tpu[figure] / of_xla[figure]), (name, figure)
+        of_torchtpu = both[name].get("alone", {})
+        assert agrees(alone, of_torchtpu["cycles"] / 1e6) if "cycles" in of_torchtpu else alone in ("", "fails"), name

@@ -30,6 +30,7 @@ from tpufit.preflight.plan import TRACED
 from tpufit.preflight.runs import PreflightRun
 from tpufit.preflight.slices import slice_of
 from tpufit.utils import releases
+from tpufit.utils.children import explain_end
 
 ON = "v5e-8"
 FIGURES = ("cycles", "bytes", "temporaries")
@@ -76,7 +77,8 @@ def traced(name: str, engine: str, folder: Path) -> None:
 def compiled(name: str, engine: str, xla: Path | None, texts: Path | None) -> dict[str, Any]:
     """Return the figures of a network's step, traced by an engine, from this environment's compiler.
 
-    The programs are written into the folder `texts`, if any.
+    If the trace fails, return its error instead, as `"failed"`. The programs are written into the folder `texts`, if
+    any.
     """
     python = xla if engine == "torch_xla" else sys.executable
     with tempfile.TemporaryDirectory() as path:
@@ -87,7 +89,9 @@ def compiled(name: str, engine: str, xla: Path | None, texts: Path | None) -> di
             environ["PYTHONPATH"] = str(ROOT)
         elif engine == "alone":
             environ |= as_tpu()
-        subprocess.run(command, check=True, env=environ, cwd=path)
+        ended = subprocess.run(command, env=environ, cwd=path, stderr=subprocess.PIPE, text=True)
+        if ended.returncode:
+            return {"failed": explain_end(ended.returncode, ended.stderr)}
         ((_, run),) = preflight_runs(name, "tpufit")
         facts = json.loads((folder / TRACED).read_text())
         rows = max(one["rows"] for one in facts.values())
@@ -110,15 +114,18 @@ def table(report: dict[str, Any]) -> str:
     head += ["between cores, torch_xla", "TorchTPU", "million cycles, TorchTPU alone", "ratio to it"]
     lines += [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * 5} --- | --- | ---: | ---: |"]
     for name, each in report["networks"].items():
-        if not {"torch_xla", "torch_tpu"} <= each.keys():
+        if not all("cycles" in each.get(engine, {}) for engine in ENGINES[:2]):
             continue
         xla, tpu = each["torch_xla"], each["torch_tpu"]
         cells = [name, f"{xla['cycles'] / 1e6:.3f}", f"{tpu['cycles'] / 1e6:.3f}"]
         cells += [f"{tpu[one] / xla[one]:.3f}" if xla[one] else "" for one in FIGURES]
         for one in (xla, tpu):
             cells.append(", ".join(f"{n['count']} {kind}" for kind, n in one["between_cores"].items()))
-        alone = each.get("alone")
-        cells += [f"{alone['cycles'] / 1e6:.3f}", f"{tpu['cycles'] / alone['cycles']:.3f}"] if alone else ["", ""]
+        alone = each.get("alone", {})
+        if "cycles" in alone:
+            cells += [f"{alone['cycles'] / 1e6:.3f}", f"{tpu['cycles'] / alone['cycles']:.3f}"]
+        else:
+            cells += ["fails" if alone else "", ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
