@@ -1,4 +1,4 @@
-"""The tensors that all cores of TorchTPU have: what is known of a tensor, and which numbers are forgotten."""
+"""The record of the tensors that all cores of TorchTPU have, and the numbers that the cores forget."""
 
 import weakref
 

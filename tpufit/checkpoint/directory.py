@@ -162,7 +162,7 @@ class CheckpointDirectory:
         return None
 
     def _scan(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Return the manifests by name, in order of writing, and the faults of those that can't be read.
+        """Return the manifests by name, in order of writing, and the faults of unreadable manifests.
 
         The order of writing is by step, unless training went back.
         """

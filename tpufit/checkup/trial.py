@@ -29,6 +29,6 @@ def run(cores: int, timeout: float) -> Trial:
         return Trial(cores, failure=f"no answer within {timeout:g} s", status=None)
     if ended.status:
         return Trial(cores, failure=children.explain_end(ended.status, ended.said), status=ended.status)
-    # The runtime may write lines of its own after the result.
+    # The runtime may write further lines after the result.
     result = next(line for line in reversed(ended.said.splitlines()) if line.startswith("{"))
     return Trial(**json.loads(result))

@@ -38,7 +38,7 @@ class FileCache:
 
     A file is written next to its place and renamed, so several processes may write and be killed at any time. Each file
     begins with a digest of its name and content, which reveals damage. The folder and its files are used only if they
-    belong to this user, and nobody else may write to them.
+    belong to this user, and no other user may write to them.
 
     Attributes:
         folder: The folder. It is created for the first file.
@@ -145,7 +145,7 @@ class FileCache:
 
 
 def _is_own(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """True if a file or folder is of this kind and belongs to this user, and nobody else may write to it."""
+    """True if a file or folder is of this kind and belongs to this user, and no other user may write to it."""
     return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
 
 

@@ -202,7 +202,7 @@ class CoreGroup(OneCore):
                     )
 
     def _share_missing(self, tensors: Sequence[Tensor]) -> list[Known]:
-        """Return what is known of each tensor, and send tensors to cores that lack them. The caller holds the lock."""
+        """Return the record of each tensor, and send tensors to cores that lack them. The caller holds the lock."""
         found = list(map(self._tensors.find, tensors))
         lacking = {handle_of(t): t for t, known in zip(tensors, found, strict=True) if known is None}
         if lacking:

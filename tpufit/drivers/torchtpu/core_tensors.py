@@ -119,7 +119,7 @@ class CoreTensors:
         self._forget(old)
 
     def find(self, tensor: Tensor) -> Known | None:
-        """Return what is known of a tensor; None if the other cores lack it, or the user has changed it."""
+        """Return the record of a tensor; None if the other cores lack it, or the user has changed it."""
         known = self._known.get(storage_of(tensor))
         if known is not None:
             place = place_of(tensor)
