@@ -338,7 +338,7 @@ def test_sparse_embeddings(cores, bag):
 def test_the_module_itself_on_host_data_after_fit(cores):
     model = compiled()
     fit(model, cores)
-    with pytest.raises(PlacementError, match=r"Net is on the device.*model\(x\).*model.to_cpu\(\)"):
+    with pytest.raises(PlacementError, match=r"Net has been on the device.*model\(x\).*model.to_cpu\(\)"):
         model.module(torch.as_tensor(X))
     expected = model(torch.as_tensor(X))
     torch.testing.assert_close(model.to_cpu()(torch.as_tensor(X)), expected, rtol=0, atol=1e-6)
