@@ -151,7 +151,7 @@ class CoreGroup(OneCore):
             return parts
         number, block = self.lines.block(max(offset, 1))
         for part, tensor in zip(parts, tensors, strict=True):
-            block.tensor(part).copy_(tensor)
+            block.write(part, tensor)
         self.lines.tell_of(Put(number, parts), number)
         return parts
 

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...backend import block_of_rows
 
 _ALIGNED = 64  # bytes, from one tensor in a block to the next
+_ALONE = 1 << 24  # the most bytes that one thread copies; for fewer, to wait for other threads takes longer
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,16 @@ class Block:
             os.ftruncate(self.descriptor, nbytes)
         self._memory = mmap.mmap(self.descriptor, nbytes)
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def write(self, part: Part, tensor: Tensor) -> None:
+        """Copy a tensor into the block."""
+        here = self.tensor(part)
+        if tensor.nbytes > _ALONE or not tensor.is_contiguous():
+            here.copy_(tensor)
+        else:  # as bytes, because NumPy has no bfloat16
+            given = tensor.detach().resolve_conj().resolve_neg()
+            ours, theirs = (x.view(-1).view(torch.uint8).numpy() for x in (here, given))
+            np.copyto(ours, theirs)
 
     def tensor(self, part: Part) -> Tensor:
         """Return the tensor of a part, in the block's memory."""
