@@ -45,7 +45,7 @@ OF_THE_HOST = (
     *("tracebacks", "wheel"),
 )
 # Files that also run on four cores of TorchTPU, which refuses steps that read a value.
-ON_SEVERAL = ("last_batch", "predictions", "state")
+ON_SEVERAL = ("flash", "last_batch", "predictions", "state")
 OF_TORCH = (
     *("accumulation", "augment", "averages", "callbacks_tracker_callback", "class_weight", "dropout", "ema", "flash"),
     *("goldens", "group_numbers", "kernels", "last_batch", "linear_algebra", "losses", "losses_by_output"),
@@ -110,10 +110,10 @@ IMAGES = {
         "3.11",
         # The index may offer a build of PyTorch for CPUs.
         {"torch": "2.13.0", "torch_tpu": "0.2.0", "libtpu": "0.0.51"},
-        libraries=("transformers",),
+        libraries=("transformers", "jax==0.10.2", "jaxlib==0.10.2"),  # flash attention needs JAX
         extras=("", "[tpu]"),
-        # Flash attention needs JAX. `remote` runs, because its training writes to a bucket.
-        left_out=(*OF_THE_CHECKOUT, "flash", *(file for file in OF_THE_HOST if file != "remote")),
+        # `remote` runs, because its training writes to a bucket.
+        left_out=(*OF_THE_CHECKOUT, *(file for file in OF_THE_HOST if file != "remote")),
         size=4 << 30,
         weight=2,  # it has the most tests, and its traces take longest
     ),

@@ -15,9 +15,9 @@ import tpufit
 from tpufit import runtime
 from tpufit.backend import AttentionForms, Sharding
 from tpufit.errors import UnknownNameError
+from tpufit.metrics import PassMetrics
 from tpufit.runtime.ops import attention_choice
 from tpufit.runtime.ops.attention_choice import choose_attention, choose_flash
-from tpufit.runtime.ops.kernels import replace_kernels
 from tpufit.runtime.trace_context import tracing_with
 
 pytest.importorskip("jax")
@@ -62,16 +62,29 @@ def mask_of(name, numbers):
 
 def attended(query, key, value, upstream, mask, causal):
     """Return the result of attention and its gradients, of a sum weighted by `upstream`."""
-    given = [x.requires_grad_() for x in (query, key, value)]
+    given = [x.detach().requires_grad_() for x in (query, key, value)]
     grouped = query.shape[1] != key.shape[1]
-    with torch.autograd.set_multithreading_enabled(False):  # as in a step
-        result = F.scaled_dot_product_attention(*given, mask, is_causal=causal, enable_gqa=grouped)
-        return [result, *torch.autograd.grad(result, given, upstream)]
+    result = F.scaled_dot_product_attention(*given, mask, is_causal=causal, enable_gqa=grouped)
+    return [result, *torch.autograd.grad(result, given, upstream)]
 
 
 def error_of(found, exact):
     """Return the largest error, relative to the largest number."""
     return (found.double() - exact).abs().max() / exact.abs().max()
+
+
+def computed_by_kernel(cores, given, compute):
+    """Return the results of a step that computes on the cores, with attention by the kernel."""
+    place = runtime.placement_on(runtime.start(cores, "test"))
+    state = runtime.state_at(place, [])
+    program = runtime.program_at(place, "predict", state, PassMetrics([], place), attention=AttentionForms("flash"))
+
+    def body(inputs, seed):
+        seed(0)
+        return compute(*inputs)
+
+    with tracing_with(interprets_flash=True):
+        return runtime.to_host(program("key", place.send(given, Sharding.ROWS), [0], body), "test")
 
 
 # Cases whose rows, heads or mask are divided differently among cores.
@@ -98,11 +111,12 @@ def test_the_kernel_equals_plain_attention(cores, name):
     numbers = numbers_of(rows, keys)
     mask = None if masked is None else mask_of(masked, numbers)
     exact = attended(*(x.double() for x in given), mask, causal)
-    place = runtime.placement_on(runtime.start(cores, "test"))
-    *sent, there = place.send([*given, numbers], Sharding.ROWS)
-    with tracing_with(interprets_flash=True), replace_kernels(), choose_attention(AttentionForms("flash"), place):
-        found = attended(*sent, None if masked is None else mask_of(masked, there), causal)
-    for ours, theirs in zip(runtime.to_host(found, "test"), exact, strict=True):
+    found = computed_by_kernel(
+        cores,
+        [*given, numbers],
+        lambda *sent: attended(*sent[:4], None if masked is None else mask_of(masked, sent[4]), causal),
+    )
+    for ours, theirs in zip(found, exact, strict=True):
         assert ours.dtype is dtype
         assert error_of(ours, theirs) < (4e-6 if dtype is F32 else 1e-2)
 
@@ -110,21 +124,18 @@ def test_the_kernel_equals_plain_attention(cores, name):
 @pytest.mark.slow
 @pytest.mark.cores(1)
 def test_second_derivatives_equal_plain_attentions(cores):
-    place = runtime.placement_on(runtime.start(cores, "test"))
     torch.manual_seed(0)
     given = [torch.randn(1, 1, 128, 64) for _ in range(3)]
 
     def penalty(query, key, value):
-        query.requires_grad_()
-        with torch.autograd.set_multithreading_enabled(False):  # as in a step
-            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            (gradient,) = torch.autograd.grad(y.square().sum(), query, create_graph=True)
-            return torch.autograd.grad(gradient.square().sum(), query)[0]
+        query = query.detach().requires_grad_()
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        (gradient,) = torch.autograd.grad(y.square().sum(), query, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), query)[0]
 
     with sdpa_kernel(SDPBackend.MATH):  # PyTorch's other kernels have no second derivative
         exact = penalty(*(x.double() for x in given))
-    with tracing_with(interprets_flash=True), replace_kernels(), choose_attention(AttentionForms("flash"), place):
-        (found,) = runtime.to_host([penalty(*place.send(given))], "test")
+    (found,) = computed_by_kernel(cores, given, lambda *sent: [penalty(*sent)])
     assert error_of(found, exact) < 1e-5
 
 

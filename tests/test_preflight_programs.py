@@ -412,7 +412,7 @@ def test_recomputed_blocks_need_less_memory(run_python):
 LOOPS = """
     import json, os
     from pathlib import Path
-    from tpufit.preflight.compiling import NO_HOST, annotate, as_text, compile_for, figures
+    from tpufit.preflight.compiling import NO_HOST, annotate, as_text, compile_for, figures, hlo_module
 
     os.environ |= NO_HOST
     import jax
@@ -467,7 +467,7 @@ def test_a_loops_body_counts_for_each_iteration(run_python, tmp_path):
 
 STABLEHLO = """
     import json, os
-    from tpufit.preflight.compiling import NO_HOST, annotate, as_text, compile_for, figures
+    from tpufit.preflight.compiling import NO_HOST, annotate, as_text, compile_for, figures, hlo_module
 
     os.environ |= NO_HOST
     from jax.experimental import topologies
@@ -486,7 +486,8 @@ STABLEHLO = """
     chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", chips_per_host_bounds=(2, 4, 1))
     arguments = [{"shape": shape, "donated": False, "axis": None} for shape in ([256, 256], [512, 256])]
     compiled = compile_for(chips.devices[:8], annotate(program, arguments, 8))
-    found = figures(compiled)["memory"], "all-reduce" in compiled.hlo_modules()[0].to_string(), as_text(program)
+    before, after = as_text(hlo_module(program)), as_text(compiled.hlo_modules()[0])
+    found = figures(compiled)["memory"], "all-reduce" in after, before
     print(json.dumps(found))
     """
 

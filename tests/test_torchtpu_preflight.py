@@ -116,6 +116,44 @@ def test_an_lstm_is_products_in_the_format_of_autocast(run_python):
     assert ended.stdout.strip() == "True", ended.stderr
 
 
+def test_torchtpu_parses_the_program_of_flash_attention(run_python, tmp_path):
+    pytest.importorskip("jax")
+    code = f"""
+    {TRACE}
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(50, 384)
+
+        def forward(self, x):
+            q, k, v = self.words(x).unflatten(2, (3, 2, 64)).permute(2, 0, 3, 1, 4)
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).mean((1, 2))
+
+    how = {{"optimizer": "sgd", "loss": "cross_entropy", "precision": "bf16"}}
+    x, y = torch.zeros(8, 1024, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+    facts, text = traced(Net(), "v5e-8", 1, how, x=x, y=y)
+    Path("text").write_text(text)
+    from tpufit.runtime.kernel_work import work_in
+    print(sum(work.operations for work in map(work_in, text.splitlines()) if work))
+    """
+    ended = run_python(code, env={"TPU_LIBRARY_PATH": None})
+    assert ended.returncode == 0, ended.stderr
+    scores = 2 * 3 * 512 * 512  # of two heads; a causal mask leaves three of four blocks
+    assert int(ended.stdout) == 2 * 64 * scores * (2 + 3 + 4)
+    code = """
+    from pathlib import Path
+    from tpufit import runtime
+    from tpufit.drivers.torchtpu.names import names
+
+    runtime.start(1, "test")
+    text = names().serialize_text(names().parse_text(Path("text").read_text()))
+    print(*(text.count(name) for name in ("tpu_custom_call", "SPMDFullToShardShape", "SPMDShardToFullShape")))
+    """
+    ended = run_python(code)
+    # Of the kernels: the result and its gradients; queries, keys, values and the gradient on each core.
+    assert ended.stdout.split() == ["3", "4", "4"], ended.stderr
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

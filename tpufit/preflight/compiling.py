@@ -87,10 +87,10 @@ def hlo_module(program: bytes) -> Any:
     return hlo_names().XlaComputation(program).get_hlo_module()
 
 
-def as_text(program: bytes) -> str:
-    """Return the text of a traced program."""
-    text: str = hlo_module(program).to_string()
-    return text
+def as_text(module: Any) -> str:
+    """Return the text of an HLO module, a line for each operation. Kernels may have metadata of several lines."""
+    text: str = module.to_string()
+    return text.replace("={\n", "={").replace(',\n"', ',"').replace("\n}}", "}}")
 
 
 def sharding(argument: dict[str, Any], cores: int) -> str:
@@ -129,7 +129,7 @@ def figures(program: Any) -> dict[str, Any]:
         "memory": {name: getattr(stats, f"{name}_size_in_bytes") for name in names},
         "flops": cost.get("flops", 0.0),
         "bytes": cost.get("bytes accessed", 0.0),
-        "loops": loop_costs(program.hlo_modules()[0].to_string()),
+        "loops": loop_costs(as_text(program.hlo_modules()[0])),
     }
 
 
@@ -161,7 +161,7 @@ def main(folder: Path, job: dict[str, Any]) -> None:
     )
     for number, program in job["programs"].items():
         if not (folder / f"{number}.before.txt").exists():
-            (folder / f"{number}.before.txt").write_text(as_text((folder / f"{number}.hlo").read_bytes()))
+            (folder / f"{number}.before.txt").write_text(as_text(hlo_module((folder / f"{number}.hlo").read_bytes())))
         name = f"{number}.{job['slice']}"
         module = annotate((folder / f"{number}.hlo").read_bytes(), program["arguments"], job["cores"])
         began = time.perf_counter()
@@ -171,7 +171,7 @@ def main(folder: Path, job: dict[str, Any]) -> None:
             result: dict[str, Any] = {"error": str(error)}
         else:
             result = figures(compiled) | {"device": chips.devices[0].device_kind}
-            (folder / f"{name}.txt").write_text(compiled.hlo_modules()[0].to_string())
+            (folder / f"{name}.txt").write_text(as_text(compiled.hlo_modules()[0]))
         result["seconds"] = time.perf_counter() - began
         partial = folder / f"{name}.partial"
         partial.write_text(json.dumps(result))
@@ -181,5 +181,6 @@ def main(folder: Path, job: dict[str, Any]) -> None:
 if __name__ == "__main__":
     arguments = json.loads(Path(sys.argv[2]).read_text())
     users_flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    os.environ.pop("TPU_LIBRARY_PATH", None)  # it may name another plugin, on which the user trains without a TPU
     os.environ |= NO_HOST | {"LIBTPU_INIT_ARGS": f"{arguments['flags']} {users_flags}".strip()}
     main(Path(sys.argv[1]), arguments)

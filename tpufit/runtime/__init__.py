@@ -35,6 +35,7 @@ implements the contract in `tpufit/backend/`, whose classes are what the rest of
 | `device_errors` | turns errors of the device into sentences |
 | `profiler` | a profile of chosen steps, and names for traced operations |
 | `operations` | counts the operations of a program |
+| `jax_export` | lowers JAX functions for the graph of a step |
 | `kernel_work` | the operations of a kernel, which no compiler counts |
 | `conforms` | lets mypy compare this package with `tpufit/backend` |
 | `ops` | operations that a runtime lacks, or computes slowly or wrongly |

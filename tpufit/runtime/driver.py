@@ -56,7 +56,6 @@ class Driver(ABC):
         name: The name of its package, for messages.
         device_type: The type of its devices, `"xla"`.
         dispatch_key: The dispatch key of its tensors, `"XLA"`.
-        takes_jax: True if a trace can call JAX functions, such as the kernel of flash attention.
         is_lazy: True if its tensors record operations at all times, so that a trace can be started directly.
         donates_from: On a CPU, the bytes of a state from which a step writes the new state over the old.
     """
@@ -64,7 +63,6 @@ class Driver(ABC):
     name: str
     device_type: str
     dispatch_key: str
-    takes_jax: bool
     is_lazy: bool
     donates_from: float
 
@@ -307,11 +305,11 @@ class Driver(ABC):
         """A context in which PyTorch finds a module named like the device."""
         return nullcontext()
 
+    @abstractmethod
     def jax_call(
         self, function: Callable[..., Any], arguments: Sequence[Any], platform: str, name: str
     ) -> tuple[Callable[..., list[Tensor]], list[Any]]:
         """Turn a function of JAX arrays into one of traced tensors; also return its results' shapes and types."""
-        raise NotImplementedError(f"{self.name} can't call JAX functions")
 
     # Reports
 

@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _MARK = re.compile(r"kernels\[([^\]]*)\]")
-_CALL = re.compile(r'custom_call_target="tpu_custom_call".*op_name="([^"]*)"')
+# In HLO, and in StableHLO.
+_CALL = re.compile(
+    r'(?:custom_call_target="tpu_custom_call".*op_name=|custom_call @tpu_custom_call\(.* loc\()"([^"]*)"'
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,17 @@ def mark(kernels: Iterable[KernelWork]) -> str:
         'kernels[fwd=4000/64/100/0]'
     """
     return f"kernels[{';'.join(map(str, kernels))}]"
+
+
+def find_mark(text: str) -> str:
+    """Return the first mark in the text of a program, or "".
+
+    Example:
+        >>> find_mark('jit(f)/kernels[fwd=4000/64/100/0]/jit(g)')
+        'kernels[fwd=4000/64/100/0]'
+    """
+    found = _MARK.search(text)
+    return found[0] if found else ""
 
 
 def work_in(line: str) -> KernelWork | None:

@@ -17,7 +17,7 @@ Changes to what Python or PyTorch run:
 | `runtime/ops/dropout.py` | `torch.Tensor.bernoulli_` | torch_xla draws 7 bits in bfloat16, as for stochastic depth | the end of `replace_bernoulli`, around a traced step |
 | `drivers/xla/start.py` | `torch.nn.GRU` | torch_xla replaces it by its own, which needs JAX; this restores PyTorch's | permanent: it undoes torch_xla's patch |
 | `drivers/xla/driver.py` | `torch.xla` | `torch.utils.checkpoint` looks for a module by the device's name | the end of the context, around a traced step |
-| `drivers/xla/jax_calls.py` | JAX's setting `jax_platforms`, and its devices; in `jax._src.tpu_custom_call` the version of kernels | JAX would start the TPU too, which torch_xla uses; libtpu 0.0.17 can't read the kernels of JAX 0.7 | the end of `lower`; if JAX had devices before, they remain |
+| `runtime/jax_export.py` | JAX's setting `jax_platforms`, and its devices; in `jax._src.tpu_custom_call` the version of kernels | JAX would start the TPU too, which the runtime uses; libtpu 0.0.17 can't read the kernels of JAX 0.7 | the end of `export`; if JAX had devices before, they remain |
 | `runtime/trace_seeds.py` | `torch.manual_seed` | it also seeds the device, with a constant | the end of `seeded_by_torch`, around a traced step |
 | `drivers/torchtpu/modes.py` | `torch.Tensor.__repr__` | PyTorch disables modes while it prints, and a traced tensor has no value yet | the end of `printing`, around a traced step |
 | `runtime/trace_watch.py` | `sys.setprofile`, and the functions of `numpy.random` | to see what a step's Python reads and draws | the end of `Watch`, around a traced step; an existing profiler remains |

@@ -22,6 +22,8 @@
 | `programs` | compiles and runs the text of a trace's graph |
 | `compile_cache` | compiled programs of earlier processes, in the user's cache folder |
 | `layouts` | how a graph's tensors are split over the cores |
+| `marks` | what a trace can't record, and the graph's text gets afterwards |
+| `jax_calls` | JAX functions as parts of a graph, such as the kernel of flash attention |
 | `products` | rewrites a graph's text so that matrix products keep their dimensions |
 | `slices` | rewrites a graph's text so that slices take tensors before dimensions are merged |
 | `shapes` | shapes in a graph's text, and the operations that have changed them |

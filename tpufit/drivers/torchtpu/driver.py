@@ -3,7 +3,7 @@
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from math import inf
 from typing import Any
@@ -21,6 +21,7 @@ from . import bits, launch, start
 from .absent import AbsentSeeds, AbsentTpu, ValuelessCores, wake_without_device
 from .core_group import CoreGroup
 from .host import find_host
+from .jax_calls import JaxCalls
 from .modes import computing, noting, printing
 from .names import names
 from .one_core import OneCore, Program
@@ -40,7 +41,6 @@ class TorchTpuDriver(Driver):
     name = "torch_tpu"
     device_type = "tpu"
     dispatch_key = "PrivateUse1"
-    takes_jax = False
     is_lazy = False
     # Never: TorchTPU releases a tensor in XLA:CPU's callback, and XLA:CPU may wait there for ever for the next step.
     donates_from = inf
@@ -50,6 +50,7 @@ class TorchTpuDriver(Driver):
         self._cores = OneCore()
         self._interrupted: CoreGroup | None = None  # cores whose start may have been interrupted
         self._programs: dict[Hashable, Program] = {}
+        self._jax_calls = JaxCalls(self._put_behind)
         self._compiled = 0
         self._fell_back: Counter[str] = Counter()
         self._looks = 0
@@ -199,7 +200,7 @@ class TorchTpuDriver(Driver):
     @contextmanager
     def tracing(self) -> Iterator[None]:
         self._cores.compute_all()  # from now on only the trace's tensors are pending
-        session = Session(self._note_fallback, self._cores)
+        session = Session(self._note_fallback, self._cores, self._jax_calls)
         before = self._session
         self._session = session
         try:
@@ -259,23 +260,26 @@ class TorchTpuDriver(Driver):
         pass
 
     def compile(self, trace: Trace) -> None:
-        assert self._session is not None and self._session.built is not None
         graph = trace.graph
         if graph.hash in self._programs:
             return
         with counters.role(trace.role, trace.cause), computing():
-            text = self._session.built.donate(find_replaced(trace))
+            text = self._complete(trace)
             outputs = trace.roots, output_axes(trace)
             program = self._programs[graph.hash] = self._cores.compile(text, trace.values, *outputs)
             self._compiled += not program.loaded
 
+    def _complete(self, trace: Trace) -> str:
+        """Return the text of the graph that was built last, for a compiler."""
+        assert self._session is not None and self._session.built is not None
+        return self._jax_calls.insert(self._session.built.donate(find_replaced(trace)))
+
     def text_of(self, roots: Sequence[Tensor]) -> str:
         assert self._session is not None
-        return self._session.text_of(roots)
+        return self._jax_calls.insert(self._session.text_of(roots))
 
     def serialize(self, trace: Trace) -> bytes:
-        assert self._session is not None and self._session.built is not None
-        text = self._session.built.donate(find_replaced(trace))
+        text = self._complete(trace)
         count = self._cores.count
         if count > 1:
             text = shard_text(text, [self._cores.axis_of(value) for value in trace.values], count, output_axes(trace))
@@ -302,6 +306,11 @@ class TorchTpuDriver(Driver):
 
     def compute_once(self, tensor: Tensor) -> Tensor:
         return self._put_behind([tensor])[0]
+
+    def jax_call(
+        self, function: Callable[..., Any], arguments: Sequence[Any], platform: str, name: str
+    ) -> tuple[Callable[..., list[Tensor]], list[Any]]:
+        return self._jax_calls.lower(function, arguments, platform, name)
 
     # Reports
 

@@ -1,18 +1,14 @@
-"""How a graph's tensors are split over the cores: `layout_of`, and marks for tensors in the middle of a graph.
+"""How a graph's tensors are split over the cores: `layout_of`, and `write_layouts` for tensors inside a graph.
 
-TorchTPU has no operation that lays out a tensor. So a trace puts the tensor behind a barrier, together with an empty
-tensor, the mark, whose shape encodes the split dimension. `write_layouts` replaces the barrier in the graph's text.
+TorchTPU has no operations for this, so a trace only marks these tensors, see `marks`.
 """
 
 import re
-from collections.abc import Mapping
 from functools import partial
 
-import torch
-from torch import Tensor
+from .marks import Kind, Marked, Replacement, replace_marked
 
-_MARK = re.compile(r"( *)(%\S+):2 = stablehlo\.optimization_barrier (%[^,\s]+), %[^,\s]+ : (.+), tensor<0x(\d+)x0xi8>$")
-_RESULT = re.compile(r"(%\w+)#0\b")
+_MANUAL = 'mhlo.sharding = "{manual}"'  # each core has a tensor of its own
 
 
 def layout_of(kind: str, axis: int | None, cores: int) -> str:
@@ -33,39 +29,38 @@ def layout_of(kind: str, axis: int | None, cores: int) -> str:
     return f'mhlo.sharding = "{{devices=[{tiles}]<=[{cores}]}}"'
 
 
-def mark_of(axis: int | None) -> Tensor:
-    """Return the empty tensor that marks a split dimension; None marks a whole tensor."""
-    return torch.zeros((0, 0 if axis is None else axis + 1, 0), dtype=torch.int8, device="tpu")
-
-
 def write_layouts(text: str, cores: int) -> str:
-    """Return the text with a layout instead of each barrier with a mark.
+    """Return the text with layouts in place of their marks.
 
     Example:
-        >>> text = "%1:2 = stablehlo.optimization_barrier %0, %c : tensor<8xi1>, tensor<0x0x0xi8>"
+        >>> text = "%1:2 = stablehlo.optimization_barrier %0, %c : tensor<8xi1>, tensor<0x0x0x0xi8>"
         >>> print(write_layouts(f"{text}\\nreturn %1#0 : tensor<8xi1>", 4))
         %laid_0 = stablehlo.custom_call @Sharding(%0) {mhlo.sharding = "{replicated}"} : (tensor<8xi1>) -> tensor<8xi1>
         return %laid_0 : tensor<8xi1>
     """
-    lines = text.split("\n")
-    laid: dict[str, str] = {}  # the replacements of the function's results, by name
-    count = 0
-    for i, line in enumerate(lines):
-        if "func.func" in line:
-            laid = {}
-        if laid and "#" in line:
-            line = _RESULT.sub(partial(_result_of, laid), line)
-        match = _MARK.match(line)
-        if match is not None:
-            indent, name, tensor, kind, axis = match.groups()
-            layout = layout_of(kind, int(axis) - 1 if axis != "0" else None, cores)
-            laid[name] = f"%laid_{count}"
-            line = f"{indent}{laid[name]} = stablehlo.custom_call @Sharding({tensor}) {{{layout}}} : ({kind}) -> {kind}"
-            count += 1
-        lines[i] = line
-    return "\n".join(lines)
+    return replace_marked(text, "laid", partial(_write, cores))
 
 
-def _result_of(laid: Mapping[str, str], match: re.Match[str]) -> str:
-    """Return the replacement of an operation's first result."""
-    return laid.get(match[1], match[0])
+def _write(cores: int, marked: Marked) -> Replacement | None:
+    operand = marked.operands[0]
+    before = marked.types[0]
+    if marked.kind is Kind.LAYOUT:
+        layout = layout_of(before, marked.number - 1 if marked.number else None, cores)
+        return [_call(marked.new, "Sharding", layout, operand, before, before)], [marked.new]
+    if marked.kind not in (Kind.TO_CORE, Kind.FROM_CORE):
+        return None
+    after = marked.types[1]
+    step, last = f"{marked.new}_0", f"{marked.new}_1"
+    if marked.kind is Kind.TO_CORE:
+        steps = ("Sharding", layout_of(before, 0, cores)), ("SPMDFullToShardShape", _MANUAL)
+    else:
+        steps = ("Sharding", _MANUAL), ("SPMDShardToFullShape", layout_of(after, 0, cores))
+    lines = [
+        _call(step, *steps[0], operand=operand, before=before, after=before),
+        _call(last, *steps[1], operand=step, before=before, after=after),
+    ]
+    return lines, [operand, last]
+
+
+def _call(name: str, target: str, layout: str, operand: str, before: str, after: str) -> str:
+    return f"{name} = stablehlo.custom_call @{target}({operand}) {{{layout}}} : ({before}) -> {after}"

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backend import Sharding, sharding_of_each
+from ...backend import Sharding, block_of_rows, sharding_of_each
 from ...runtime.lazy import put_behind_barrier
 from ...runtime.placement import CorePlacement
 from ...utils.counters import waiting
-from .layouts import mark_of
+from .marks import Kind, mark_of
 from .one_core import OneCore, Program
 from .tensors import on_tpu
 
@@ -52,7 +52,10 @@ class TpuCore(CorePlacement):
         return tensor
 
     def lay_out(self, tensor: Tensor, sharding: Sharding) -> Tensor:
-        return put_behind_barrier([tensor, mark_of(sharding.axis)])[0] if self.has_mesh else tensor
+        if not self.has_mesh:
+            return tensor
+        axis = sharding.axis
+        return put_behind_barrier([tensor, mark_of(Kind.LAYOUT, 0 if axis is None else axis + 1)])[0]
 
     def prepare_start(self, name: Any, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
         return self.programs[name].prepare_start(inputs)
@@ -66,7 +69,15 @@ class TpuCore(CorePlacement):
         return copies
 
     def to_core(self, tensor: Tensor) -> Tensor:
-        return tensor
+        rows = len(block_of_rows(0, self.count, len(tensor)))
+        return self._reshape_rows(tensor, rows, Kind.TO_CORE)
 
     def from_core(self, tensor: Tensor, rows: int) -> Tensor:
-        return tensor
+        return self._reshape_rows(tensor, rows, Kind.FROM_CORE)
+
+    def _reshape_rows(self, tensor: Tensor, rows: int, kind: Kind) -> Tensor:
+        if not self.has_mesh:
+            return tensor
+        with torch.no_grad():
+            like = torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=self.device)
+        return put_behind_barrier([tensor, like, mark_of(kind)])[1]

@@ -19,6 +19,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ...errors import PreflightError
 from ...runtime.aliases import storage_of
+from .jax_calls import JaxCalls
 from .modes import computing, noting
 from .names import names
 from .one_core import OneCore
@@ -36,15 +37,17 @@ class Session(TorchDispatchMode):
     Args:
         fallbacks: Called with the name of each operation that runs on the host, including reads of a value.
         cores: The cores, which have the values and compute.
+        jax_calls: The JAX functions that the trace calls.
 
     Attributes:
         built: The last graph that was built.
     """
 
-    def __init__(self, fallbacks: Callable[[str], None], cores: OneCore) -> None:
+    def __init__(self, fallbacks: Callable[[str], None], cores: OneCore, jax_calls: JaxCalls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fallbacks = fallbacks
         self._cores = cores
+        self._jax_calls = jax_calls
         self._values: list[Tensor] = []  # the values that the graph may take
         self._arguments: list[Tensor] = []  # the placeholder of each value in the trace
         self._shown: dict[int, Tensor] = {}  # the values by the storages of their stand-ins
@@ -223,7 +226,8 @@ class Session(TorchDispatchMode):
         taken = list_used(text, len(self._arguments))
         inputs = [self._values[i] for i in taken]
         with computing():
-            return list(self._cores.compile(keep_arguments(text, taken, len(self._arguments)), inputs)(inputs))
+            text = self._jax_calls.insert(keep_arguments(text, taken, len(self._arguments)))
+            return list(self._cores.compile(text, inputs)(inputs))
 
     def inputs_of(self, roots: Sequence[Tensor]) -> list[Tensor]:
         """Return the values that the graph of some tensors takes."""

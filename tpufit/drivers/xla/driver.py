@@ -38,7 +38,6 @@ class XlaDriver(Driver):
     name = "torch_xla"
     device_type = "xla"
     dispatch_key = "XLA"
-    takes_jax = True
     is_lazy = True
     # If a step writes over the old state, XLA:CPU waits for the previous step, which costs a fifth of a small step.
     donates_from = 1 << 24

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ...backend.attention import AttentionForms
 from ...utils import releases
 from ...utils.users_code import warn
-from ..driver import driver
 from ..kinds import has_flash, kind_of
 from ..placement import CorePlacement
 from ..trace_context import trace_context, tracing_with
@@ -78,8 +77,6 @@ def choose_flash(
 def _obstacle(query: Tensor, dropout: float) -> str:
     """Say why the kernel can't compute an attention with any mask; "" if it can."""
     kind = kind_of(query.device)
-    if not driver().takes_jax:
-        return f"tpufit has no kernel for attention on {driver().name} yet"
     if find_spec("jax") is None:
         return f"the kernel needs JAX, which isn't installed: {releases.command(releases.compiler(), 'jax', 'jaxlib')}"
     if not _has_kernel(kind):

@@ -14,6 +14,12 @@ from torch import Tensor
 from .residuals import compute_residual, keeps_residuals
 
 
+def _multiply(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """`torch.einsum`, whose result is no view: `views` looks for it as the base of later views."""
+    result = torch.einsum(equation, a, b)
+    return result.clone() if result._is_view() else result  # in a graph, a copy costs nothing
+
+
 class _Product(torch.autograd.Function):
     """A product as an Einstein sum, whose gradients are such products too.
 
@@ -27,8 +33,8 @@ class _Product(torch.autograd.Function):
         # As in PyTorch, a tensor that no gradient needs may be modified afterwards.
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
         if not kept:
-            return torch.einsum(equation, a, b)
-        (result,), _ = compute_residual(lambda: [torch.einsum(equation, a, b)])
+            return _multiply(equation, a, b)
+        (result,), _ = compute_residual(lambda: [_multiply(equation, a, b)])
         return result
 
     @staticmethod
@@ -82,7 +88,7 @@ class _Linear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         rows = ascii_lowercase[: input.dim() - 1]
         parts, forget = compute_residual(
-            lambda: [torch.einsum(f"{rows}y,zy->{rows}z", input, part) for part in weight.split(sizes)]
+            lambda: [_multiply(f"{rows}y,zy->{rows}z", input, part) for part in weight.split(sizes)]
         )
         ctx.inputs = _Inputs((input, weight, bias), _versions(input, weight, bias), forget)
         if bias is None:
