@@ -204,24 +204,6 @@ def test_a_step_may_use_views_of_a_weight(cores):
 
 
 @pytest.mark.cores(1)
-def test_flash_attention_stays_plain_with_a_reason(cores):
-    class Attends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.project = nn.Linear(8, 24)
-
-        def forward(self, x):
-            query, key, value = self.project(x).unflatten(-1, (3, 1, 8)).permute(2, 0, 3, 1, 4)
-            return F.scaled_dot_product_attention(query, key, value).mean((1, 2))
-
-    model = tpufit.Model(Attends())
-    model.compile("sgd", "mse", attention="flash")
-    x = torch.randn(8, 16, 8)
-    with pytest.warns(UserWarning, match="has plain attention: tpufit has no kernel for attention on torch_tpu yet"):
-        model.fit(x, torch.randn(8, 8), batch_size=8, verbose=0, cores=cores)
-
-
-@pytest.mark.cores(1)
 def test_tensorboard_gets_a_profile(cores, tmp_path):
     model = tpufit.Model(nn.Linear(3, 1))
     model.compile("sgd", "mse")
