@@ -110,7 +110,7 @@ class LocalStore:
             shutil.rmtree(draft, ignore_errors=True)
             raise
         flush(self.where)  # else a power cut may undo the rename
-        for aside in _find_leftovers(target, "old"):  # including killed processes'
+        for aside in _list_moved_aside(target):  # including killed processes'
             _drop(aside, home=target)
 
     def reserve(self) -> list[str]:
@@ -181,13 +181,13 @@ class LocalStore:
 
 def find_moved_aside(folder: Path) -> Path | None:
     """Find a moved-aside checkpoint whose place is empty because a process was killed while replacing it."""
-    left = [path for path in _find_leftovers(folder, "old") if (path / MANIFEST).is_file()]
+    left = [path for path in _list_moved_aside(folder) if (path / MANIFEST).is_file()]
     return max(left, key=lambda path: (path / MANIFEST).stat().st_mtime, default=None)
 
 
-def _find_leftovers(folder: Path, kind: str) -> list[Path]:
-    """List the folders that processes have left next to a checkpoint of that name, see `_LEFT`."""
-    pairs = [(path, _LEFT.fullmatch(path.name)) for path in folder.parent.glob(f".{escape(folder.name)}.{kind}-*")]
+def _list_moved_aside(folder: Path) -> list[Path]:
+    """List the folders to which processes have moved a checkpoint of that name, see `_LEFT`."""
+    pairs = [(path, _LEFT.fullmatch(path.name)) for path in folder.parent.glob(f".{escape(folder.name)}.old-*")]
     return [path for path, left in pairs if left is not None and path.is_dir() and not path.is_symlink()]
 
 

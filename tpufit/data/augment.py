@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import ArgumentError, require_whole
+from ..errors import ArgumentError, require_number, require_whole
 
 # Candidates for a draw from a beta distribution. With alpha 2 all 64 fail once in 1e5 draws; with a smaller alpha, far
 # more rarely.
@@ -52,7 +52,7 @@ class _RandomFlip(Augmentation):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        self.p = _require_share("p", p)
+        self.p = require_number("p", p, "from 0 to 1", lambda share: 0 <= share <= 1)
 
     def images(self, x: Tensor) -> Tensor:
         """Mirror some of the images."""
@@ -260,7 +260,7 @@ class RandomErasing(Augmentation):
         self, p: float = 0.5, scale: tuple[float, float] = (0.02, 0.33), ratio: tuple[float, float] = (0.3, 3.3)
     ) -> None:
         super().__init__()
-        self.p = _require_share("p", p)
+        self.p = require_number("p", p, "from 0 to 1", lambda share: 0 <= share <= 1)
         self.scale = scale
         self.ratio = ratio
 
@@ -483,12 +483,6 @@ def _require_images(x: Any) -> Tensor:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ArgumentError(f"images must be a tensor of shape (N, C, H, W), got {shape}")
     return x
-
-
-def _require_share(name: str, value: float) -> float:
-    if not 0 <= value <= 1:
-        raise ArgumentError(f"{name} must be from 0 to 1, got {value!r}")
-    return value
 
 
 def _draw_chosen(x: Tensor, p: float) -> Tensor:

@@ -172,7 +172,7 @@ hundredth batch, or in on_epoch_end']
             advice.report_read_logs(counts.waits["batch logs"], self.steps),
             advice.weights_changed(counts.waits["changed weights"], self.steps),
             advice.in_callbacks(counts.seconds.get("callbacks", 0.0), self.seconds),
-            advice.validating(*self._time_repeated("eval")),
+            advice.validating(*self._time_validating()),
             advice.report_idle_cores(self.cores, self.available),
         ]
         return [sentence for sentence in sentences if sentence]
@@ -182,11 +182,11 @@ hundredth batch, or in on_epoch_end']
         """The lines where steps read a value."""
         return {line for what, line in self.counts.lines if what == "read"}
 
-    def _time_repeated(self, role: str) -> tuple[float, float]:
-        """Return the time of a role's passes, and of all passes, without the first of each role, which compile."""
+    def _time_validating(self) -> tuple[float, float]:
+        """Return the time of validations, and of all passes, without the first of each role, which compile."""
         first = {each.role: i for i, each in reversed(list(enumerate(self.passes)))}
         later = [each for i, each in enumerate(self.passes) if first[each.role] != i]
-        return sum(each.seconds for each in later if each.role == role), sum(each.seconds for each in later)
+        return sum(each.seconds for each in later if each.role == "eval"), sum(each.seconds for each in later)
 
     @property
     def hints(self) -> list[str]:

@@ -143,7 +143,7 @@ class _Training:
         self._done = epoch
         self._callbacks.call("on_epoch_begin", epoch)
         run = StepRunner(self._engine, "train", self._train.device_transform, warm=self._train.passed)
-        logs = self._resume_epoch(epoch, run)
+        logs = self._resume_epoch(run)
         if logs is None:
             logs = self._train_on(epoch, run)
         if self._validations is not None:
@@ -176,7 +176,7 @@ class _Training:
         """The number of the optimizer's steps until `max_steps`; None without it."""
         return None if self._limits.max_steps is None else max(0, self._limits.max_steps - self._steps_taken)
 
-    def _resume_epoch(self, epoch: int, run: StepRunner) -> dict[str, Any] | None:
+    def _resume_epoch(self, run: StepRunner) -> dict[str, Any] | None:
         """Load the checkpoint if it is from this epoch. Return the epoch's logs if only its validation remains."""
         resumed = self._resumed
         self._resumed = None

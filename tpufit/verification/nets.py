@@ -16,6 +16,7 @@ from ..model import Model
 ROWS = 64  # of a batch on all cores
 STEPS = 20
 _WORDS = 61
+_CLASSES = 10
 
 
 def _make_normed(width: int) -> list[nn.Module]:
@@ -25,7 +26,7 @@ def _make_normed(width: int) -> list[nn.Module]:
 class Conv(nn.Module):
     """Convolutions with batch norm."""
 
-    def __init__(self, width: int = 16, more: int = 0, classes: int = 10) -> None:
+    def __init__(self, width: int = 16, more: int = 0) -> None:
         super().__init__()
         # No bias before a batch norm: its gradient would be pure rounding error.
         self.layers = nn.Sequential(
@@ -38,7 +39,7 @@ class Conv(nn.Module):
             *(layer for _ in range(more) for layer in _make_normed(2 * width)),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
-            nn.Linear(2 * width, classes),
+            nn.Linear(2 * width, _CLASSES),
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -49,11 +50,11 @@ class Conv(nn.Module):
 class Recurrent(nn.Module):
     """An LSTM over words."""
 
-    def __init__(self, width: int = 32, classes: int = 10) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.words = nn.Embedding(_WORDS, width)
         self.lstm = nn.LSTM(width, width, batch_first=True)
-        self.head = nn.Linear(width, classes)
+        self.head = nn.Linear(width, _CLASSES)
 
     def forward(self, words: Tensor) -> Tensor:
         logits: Tensor = self.head(self.lstm(self.words(words))[0][:, -1])
@@ -135,7 +136,7 @@ def conv(width: int = 16, size: int = 8, more: int = 0) -> Task:
     return Task(
         "conv net",
         lambda: Conv(width, more),
-        lambda n: (torch.randn(n, 3, size, size), torch.randint(10, (n,))),
+        lambda n: (torch.randn(n, 3, size, size), torch.randint(_CLASSES, (n,))),
         0.2,
         5e-5,
     )
@@ -146,7 +147,7 @@ def lstm(width: int = 32, length: int = 8) -> Task:
     return Task(
         "LSTM",
         lambda: Recurrent(width),
-        lambda n: (torch.randint(_WORDS, (n, length)), torch.randint(10, (n,))),
+        lambda n: (torch.randint(_WORDS, (n, length)), torch.randint(_CLASSES, (n,))),
         0.5,
         2e-4,
     )

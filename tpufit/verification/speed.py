@@ -15,7 +15,7 @@ from torch import Tensor
 from ..callbacks import Diagnostics, TensorBoard
 from ..errors import PreflightError
 from ..model import Model
-from ..preflight.slices import SLICES
+from ..preflight.slices import SLICES, Slice, slice_with
 from ..runtime import memory_used, placement_on, to_device, to_host
 from ..utils.hardware import chips
 from . import nets
@@ -25,42 +25,26 @@ _PREDICTED = "predicted"
 _SENT = 64 << 20  # bytes
 _STEPS = 30
 _COMPILING = 150.0  # seconds for all predictions; a slow host omits some
-_WITHOUT_A_TPU = "v5e-1"
 _SLOWEST = 3.0  # measured time / the compiler's estimate, which excludes the host and waiting for memory
 
 
-class _Sized:
-    """A task, large enough for a TPU or small enough for a CPU, and its rows per core."""
-
-    def __init__(self, task: Callable[[bool], nets.Task], on_tpu: int, on_cpu: int) -> None:
-        self.task = task
-        self._rows = (on_cpu, on_tpu)
-
-    def rows(self, large: bool) -> int:
-        return self._rows[large]
-
-
-_NETS = {
+# Each task, large for a TPU or small for a CPU, and a core's rows on a TPU.
+_NETS: dict[str, tuple[Callable[[bool], nets.Task], int]] = {
     # Deep, so that a step takes longer than sending its images.
-    "conv net": _Sized(lambda large: nets.conv(256, 32, more=8) if large else nets.conv(8), 128, 8),
-    "LSTM": _Sized(lambda large: nets.lstm(1024, 32) if large else nets.lstm(16), 256, 8),
-    "GPT": _Sized(lambda large: nets.gpt(512, 6, 512, 8192) if large else nets.gpt(64), 16, 8),
+    "conv net": (lambda large: nets.conv(256, 32, more=8) if large else nets.conv(8), 128),
+    "LSTM": (lambda large: nets.lstm(1024, 32) if large else nets.lstm(16), 256),
+    "GPT": (lambda large: nets.gpt(512, 6, 512, 8192) if large else nets.gpt(64), 16),
 }
+_ROWS_ON_CPU = 8
 
 
-def slice_here() -> str | None:
-    """Return the cloud's name of this host's slice, or None if it isn't known; without chips, that of one v5e."""
+def slice_here() -> Slice | None:
+    """Return this host's slice, or None if it isn't known; without chips, that of one v5e."""
     found = chips()
-    for name, known in SLICES.items():
-        alike = found and known.chip.name == _generation(found[0].name)
-        if alike and known.hosts == 1 and known.devices == sum(chip.devices for chip in found):
-            return name
-    return None if found else _WITHOUT_A_TPU
-
-
-def _generation(name: str) -> str:
-    # The PCI bus doesn't distinguish the two; the report names the predicted one.
-    return "v3" if name == "v2 or v3" else name
+    if not found:
+        return SLICES["v5e-1"]
+    # The PCI bus doesn't distinguish a v2 from a v3; the report names the predicted one.
+    return slice_with(found, sum(chip.devices for chip in found), SLICES["v3-8"].chip.memory)
 
 
 class _Repeated:
@@ -78,9 +62,9 @@ class _Repeated:
 
 
 def _model(name: str, large: bool, cores: int) -> tuple[Model, Tensor, Tensor, int]:
-    sized = _NETS[name]
-    task = sized.task(large)
-    rows = sized.rows(large)
+    make_task, rows_on_tpu = _NETS[name]
+    task = make_task(large)
+    rows = rows_on_tpu if large else _ROWS_ON_CPU
     net, x, y = task.build(rows * cores)
     return nets.compile_model(task, net, precision="bf16"), x, y, rows
 
@@ -89,14 +73,13 @@ def predict_speed(setting: Setting) -> Iterator[Figure]:
     """Compile the steps of three nets for this host's TPU, before a process uses it."""
     began = perf_counter()
     large = bool(chips())
-    here = slice_here()
-    found = dict[str, Any]()
-    if here is None:
+    on = slice_here()
+    if on is None:
         yield Figure("preflight", "this TPU isn't known")
-    else:
-        yield Figure("predicted for", here)
-    for name in _NETS if here else ():
-        on = SLICES[here or _WITHOUT_A_TPU]
+        return
+    yield Figure("predicted for", on.name)
+    found = dict[str, Any]()
+    for name in _NETS:
         model, x, y, rows = _model(name, large, on.devices)
         left = _COMPILING - (perf_counter() - began)
         try:
