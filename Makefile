@@ -6,7 +6,7 @@
 # make torchtpu  the last of them alone
 # make docs    the site, in build/site
 # make lock    renews tests/constraints.txt, the versions of all packages that the commands above install
-# make newest  what `make test` runs, with the newest packages that setup.cfg allows: which release broke which test
+# make newest  what `make test` runs, with the newest packages that setup.cfg allows, in .venv-newest
 #
 # The first of them builds .venv, and `make soak` and `make docs` build .venv-soak, which has more packages.
 # PYTHON=python3.12 chooses with what, and JOBS=1 runs one test at a time.
@@ -66,8 +66,13 @@ lock: $(READY)
 	$(BIN)/uv pip compile setup.cfg --output-file $(CONSTRAINTS) --upgrade --universal --python-version 3.10 --no-config \
 		--no-annotate --quiet --extra test --extra examples --extra preflight --extra libraries --extra docs
 
-newest: $(READY)
-	$(BIN)/python tests/newest.py --jobs $(JOBS)
+newest: BIN := .venv-newest/bin
+
+newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	$(BIN)/python -m pip install --editable '.[test,examples,preflight]'
+	$(RERUN) --doctest-modules --override-ini testpaths=tpufit
+	$(RERUN) -m "not soak"
 
 $(READY): EXTRAS := test,examples,preflight
 .venv-soak/ready: EXTRAS := test,examples,preflight,libraries,docs
