@@ -157,6 +157,7 @@ def test_data_without_rows(cores):
     for data, says in [
         (DataLoader(nothing, 4), "x is empty: the loader has no batches"),
         (nothing, "x is empty: it has no rows"),
+        (X[:0], "x is empty: it has no rows"),
         ([], "x yielded no batches"),
     ]:
         for run in (model.fit, model.evaluate, model.predict):

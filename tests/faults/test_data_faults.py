@@ -1,4 +1,4 @@
-"""Data that stop, hang or are invalid: `fit` ends with a clear error, in time."""
+"""Samples that stop never end an epoch quietly, and every row counts on any number of cores."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import tpufit
-from tpufit.errors import DataError, LabelError
+from tpufit.errors import DataError
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
@@ -52,38 +52,6 @@ def test_a_fault_of_a_sample_never_ends_an_epoch_quietly(cores, fault, workers):
     data = (rows, None, 8 // cores) if workers is None else (DataLoader(rows, 8 // cores, num_workers=workers),)
     with pytest.raises((DataError, RuntimeError, IndexError), match="StopIteration|row 40 of 30"):
         compiled().fit(*data, epochs=2, verbose=0, cores=cores)
-
-
-def test_an_iterable_that_raises_does_not_end_the_epoch(cores):
-    def batches():
-        yield X[:8], Y[:8]
-        raise OSError("the disk is gone")
-
-    class Batches:
-        def __iter__(self):
-            return batches()
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        compiled().fit(Batches(), epochs=2, verbose=0, cores=cores)
-
-
-def test_labels_outside_the_modules_classes(cores):
-    labels = Y.copy()
-    labels[50] = 99
-    with pytest.raises(LabelError, match="label 99 is outside the module's 3 classes"):
-        compiled().fit(X, labels, 32 // cores, 1, verbose=0, shuffle=False, cores=cores)
-
-
-@pytest.mark.parametrize("data", [DataLoader([]), [], (X[:0], Y[:0])], ids=["loader", "list", "arrays"])
-def test_no_data(cores, data):
-    parts = data if isinstance(data, tuple) else (data,)
-    with pytest.raises(DataError, match="is empty|no batch"):
-        compiled().fit(*parts, epochs=1, verbose=0, cores=cores)
-
-
-def test_a_batch_without_rows(cores):
-    with pytest.raises(DataError, match=r"must have rows, but the data gave x: float32 \(0, 4\), y: int64 \(0,\)"):
-        compiled().fit([(X[:0], Y[:0])] * cores, epochs=1, verbose=0, cores=cores)
 
 
 def test_60_rows_are_the_same_on_any_number_of_cores(cores):
