@@ -173,9 +173,7 @@ def main(folder: Path, job: dict[str, Any]) -> None:
             result = figures(compiled) | {"device": chips.devices[0].device_kind}
             (folder / f"{name}.txt").write_text(as_text(compiled.hlo_modules()[0]))
         result["seconds"] = time.perf_counter() - began
-        partial = folder / f"{name}.partial"
-        partial.write_text(json.dumps(result))
-        partial.rename(folder / f"{name}.json")
+        (folder / f"{name}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

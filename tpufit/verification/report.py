@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ..errors import say_count
 from ..utils import hardware, releases
+from ..utils.files import replacing
 from ..utils.text import render
 from .check import Figure
 from .runner import FAILED, NO_START, NO_TIME, PASSED, Device, Result
@@ -97,9 +98,8 @@ class Verification:
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.new")
-        new.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
-        new.replace(path)
+        with replacing(path) as draft:
+            draft.write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table("", "check", "figures", "s", box=None, header_style="bold")
