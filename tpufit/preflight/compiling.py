@@ -170,7 +170,7 @@ def main(folder: Path, job: dict[str, Any]) -> None:
         except Exception as error:  # the compiler's errors have private types
             result: dict[str, Any] = {"error": str(error)}
         else:
-            result = figures(compiled) | {"device": chips.devices[0].device_kind}
+            result = figures(compiled)
             (folder / f"{name}.txt").write_text(as_text(compiled.hlo_modules()[0]))
         result["seconds"] = time.perf_counter() - began
         (folder / f"{name}.json").write_text(json.dumps(result))
