@@ -265,9 +265,10 @@ class StepMethods(Holder):
             warn("the optimizer has nothing to train: the module has no parameters, or none that requires a gradient")
             return
         state = engine.state.attach(optimizer)
+        gradients = engine.state.gradient_step(state, engine.context)
         optimizer.zero_grad()
-        state.backward(loss, engine.context.averages)
-        state.step(engine.context)
+        gradients.backward(loss)
+        gradients.step()
         engine.state.note_unused_gradients()
         if not engine.state.placement.eager:
             drop_gradients(optimizer)  # else they would be outputs of the graph, as large as the weights

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import wraps
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, CheckpointMismatchError
-from ..losses import Averages, Weight
+from ..errors import CheckpointMismatchError
 from ..optimizers import (
     EMA,
     Accumulator,
     DeviceRates,
     SharedStepCounters,
-    UpdatePlan,
     create_state,
     device_state,
-    drop_gradients,
     parameters,
     share_counters,
 )
-from ..runtime import unguarding, without_unsharding
-from ..utils.is_compiling import compiling
+from ..runtime import unguarding
 from ..utils.json_codec import is_json
-from ..utils.replacing_attributes import replacing_attributes
 from .config import CompileConfig
-from .context import StepContext
 
 
 class OptimizerState:
@@ -38,37 +30,21 @@ class OptimizerState:
     Args:
         optimizer: The optimizer.
         config: The arguments of `compile`.
-        split: Shards the gradients of sharded parameters like the parameters (default: does nothing).
         outer: The state of the outer optimizer, if this is an inner optimizer such as SAM's base optimizer. Both use
             the accumulators and averages of `outer` (default: none).
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        config: CompileConfig,
-        split: Callable[[list[nn.Parameter]], None] = lambda parameters: None,
-        outer: OptimizerState | None = None,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, config: CompileConfig, outer: OptimizerState | None = None) -> None:
         self.optimizer = optimizer
         self.outer = outer
         self.inner: list[Optimizer] = []
         if outer is not None:
             outer.inner.append(optimizer)
         self._config = config
-        self._split = split
         self.rates: DeviceRates | None = None  # on the device; None on the host and before the first step
         # With `accumulate_steps`: one for each part of a loss with a different denominator, usually a single one.
         self.accumulators: list[Accumulator] = []
         self.ema: EMA | None = None  # with `use_ema`
-        self._original_step: Callable[..., Any] | None = (
-            None  # the optimizer's method `step`, while `taking_steps` replaces it
-        )
-        # In this step: the parameters that had a gradient so far, and whether `backward` has added the gradients.
-        self._having: set[nn.Parameter] = set()
-        self._added = False
-        self.cleared = self._spent = False  # in this step: whether the gradients were cleared, and then used
-        self.updating = False  # True during its step
         self._counts_there: set[str] = set()  # the names of scalar state that was on the device
 
     def create(self, shares: bool) -> None:
@@ -131,135 +107,6 @@ class OptimizerState:
             yield from ((parameter, value) for value in state.values() if isinstance(value, Tensor))
         for part in self.kept:
             yield from part.by_parameter
-
-    @contextmanager
-    def taking_steps(self, context: StepContext, on_step: Callable[[], None]) -> Iterator[Callable[[bool], None]]:
-        """A context in which the user's `optimizer.step()` does what `apply_gradients` does, then calls `on_step`.
-
-        It yields the function that replaces `optimizer.zero_grad`. If a step clears the gradients before it computes
-        and uses them, they are dropped at its end: no other step can see them, and they would be outputs of the
-        graph, as large as the weights.
-        """
-        optimizer = self.optimizer
-        original_step = optimizer.step
-        zero_grad = optimizer.zero_grad
-
-        @wraps(original_step)  # copies the attribute by which schedulers recognise the method that they have patched
-        def step(closure: Callable[[], Any] | None = None) -> Any:
-            loss = self.step(context, closure)
-            on_step()
-            return loss
-
-        @wraps(zero_grad)
-        def clear(set_to_none: bool = True) -> None:
-            (self.outer or self).cleared = True
-            zero_grad(set_to_none)
-
-        self._original_step = original_step
-        self.cleared = self._spent = self._added = False
-        self._having = set()
-        try:
-            with replacing_attributes(optimizer, step=step, zero_grad=clear):
-                yield clear
-            if self._spent and self.rates is not None:
-                drop_gradients(optimizer)
-        finally:
-            self._original_step = None
-
-    def backward(self, loss: Tensor, averages: Averages) -> None:
-        """Compute the gradients of a loss; with `accumulate_steps` add them to the accumulated gradients.
-
-        Each part of a loss with a different denominator has its own backward pass and accumulator.
-        """
-        if self.outer is not None:
-            self.outer.backward(loss, averages)
-            return
-        if not self._accumulates:
-            loss.backward()
-            return
-        means = averages.of(loss)
-        for slot, mean in enumerate(means):
-            last = slot + 1 == len(means)
-            mean.value.backward(retain_graph=not last)
-            self._accumulate(slot, mean.weight)
-            if not last:
-                drop_gradients(self.optimizer)
-        averages.pop_weight()  # a `LossWatch` has noted these backward passes
-        self._added = True
-
-    def _accumulate(self, slot: int, weight: Weight | None) -> None:
-        with without_unsharding():
-            self._split(parameters(self.optimizer))
-            while len(self.accumulators) <= slot:
-                self.accumulators.append(Accumulator(self.optimizer))
-            self._having |= self.accumulators[slot].add(None if isinstance(weight, str) else weight)
-
-    def step(self, context: StepContext, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights from the gradients, as the step's update plan says, and return the closure's loss.
-
-        Gradients that a closure computes aren't clipped, because the optimizer calls the closure itself.
-
-        Raises:
-            ArgumentError: There is a closure, and `accumulate_steps` is above 1.
-        """
-        lead = self.outer or self
-        if lead.updating:  # a part of the outer optimizer's step, which has prepared the gradients
-            return self._take_step(closure)
-        context.stepped = True
-        with without_unsharding():
-            return lead.step_by(context, closure, self._take_step)
-
-    def step_by(
-        self,
-        context: StepContext,
-        closure: Callable[[], Any] | None,
-        take_step: Callable[[Callable[[], Any] | None], Any],
-    ) -> Any:
-        """Like `step`; `take_step` calls the step of this optimizer, or of an inner optimizer."""
-        plan = context.update
-        loss = None
-        if self._accumulates:
-            if closure is not None:
-                raise ArgumentError(
-                    "optimizer.step(closure) computes gradients by itself, which accumulate_steps can't sum: call "
-                    "loss.backward() and optimizer.step(), or compile without accumulate_steps"
-                )
-            if not self._added:
-                self._accumulate(0, context.averages.pop_weight())
-            if plan.takes_step:
-                drop_gradients(self.optimizer)
-                for accumulator in self.accumulators:
-                    accumulator.release(self._having)
-            self._added, self._having = False, set()
-        elif closure is None:
-            self._split(parameters(self.optimizer))
-        if plan.takes_step:
-            loss = self._update(plan, closure, take_step)
-        self._spent = self.cleared
-        return loss
-
-    def _update(
-        self,
-        plan: UpdatePlan,
-        closure: Callable[[], Any] | None,
-        take_step: Callable[[Callable[[], Any] | None], Any],
-    ) -> Any:
-        # Clip after `step_by` has released the accumulated gradients: the limits are for the mean over all their rows.
-        if closure is None:
-            self._config.gradients.clip(parameters(self.optimizer))
-        self.updating = True
-        try:
-            loss = take_step(closure)
-        finally:
-            self.updating = False
-        if self.ema is not None and self._config.ema is not None:
-            self.ema.update(self._config.ema.momentum, plan.overwrites)
-        return loss
-
-    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
-        # `compiling(False)` keeps the eager form of PyTorch's optimizers, with which steps were measured.
-        with nullcontext() if self.rates is None else self.rates.stepping(), compiling(False):
-            return (self._original_step or self.optimizer.step)(*([] if closure is None else [closure]))
 
     def tensors_by_name(self, prefix: str, names: Mapping[int, str]) -> dict[str, Tensor]:
         """Return the live tensors by their names in checkpoints, made of `prefix` and the parameters' names by `id`."""
@@ -357,7 +204,7 @@ def _accumulator_kind(slot: int) -> str:
 
 
 def is_of_second_part(name: str) -> bool:
-    """True for the name of an accumulator that only a loss of several parts creates, see `OptimizerState.backward`."""
+    """True for the name of an accumulator that only a loss of several parts creates, see `GradientStep.backward`."""
     return name.startswith("accumulated_")
 
 

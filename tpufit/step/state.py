@@ -35,6 +35,7 @@ from ..utils.replacing_attributes import replacing_attributes
 from ..utils.users_code import warn
 from .config import CompileConfig
 from .context import StepContext
+from .gradient_step import GradientStep
 from .kept_modules import kept_modules, kept_parameters
 from .named_tensors import check_weights, named_tensors
 from .optimizer_state import OptimizerState, is_of_second_part
@@ -81,6 +82,7 @@ class TrainState:
         # The values of the tensors while graphs are replayed.
         self.device: DeviceState = HostState([]) if before is None else before.device
         self.optimizers: dict[Optimizer, OptimizerState] = {}  # of optimizers that steps have used
+        self._gradient_steps: dict[OptimizerState, GradientStep] = {}  # of the running training step
         self.counters = HostCounters()  # the optimizers' counters that stay on the host
         self.group_numbers = GroupNumbers()  # numbers in the optimizers' groups that their steps change
         self.numbers = TrainNumbers()
@@ -143,9 +145,7 @@ class TrainState:
         """Return the state of an optimizer."""
         if optimizer not in self.optimizers:
             outer = self._outer(optimizer)
-            state = OptimizerState(
-                optimizer, self._config, self._split_gradients, None if outer is None else self.state_of(outer)
-            )
+            state = OptimizerState(optimizer, self._config, None if outer is None else self.state_of(outer))
             self.optimizers[optimizer] = state  # after the state of the outer optimizer
         return self.optimizers[optimizer]
 
@@ -182,12 +182,15 @@ class TrainState:
 
     @contextmanager
     def taking_steps(self, context: StepContext) -> Iterator[None]:
-        """A context for a training step's Python, see `OptimizerState.taking_steps`."""
+        """A context for a training step's Python, see `GradientStep.taking_steps`."""
         module = self._owner.module
         with ExitStack() as stack:
+            stack.callback(self._gradient_steps.clear)
+            for state in self.optimizers.values():  # the state of an outer optimizer comes first
+                self._gradient_steps[state] = self.gradient_step(state, context)
             cleared = [
-                stack.enter_context(state.taking_steps(context, partial(self.pin, state)))
-                for state in self.optimizers.values()
+                stack.enter_context(step.taking_steps(partial(self.pin, state)))
+                for state, step in self._gradient_steps.items()
             ]
 
             all_cleared = False
@@ -204,6 +207,13 @@ class TrainState:
             self.note_unused_gradients()
             if all_cleared and not self.placement.eager:
                 self.drop_unused_gradients()
+
+    def gradient_step(self, state: OptimizerState, context: StepContext) -> GradientStep:
+        """Return the gradient step of an optimizer: inside `taking_steps` that of the training step, else a new one."""
+        if state in self._gradient_steps:
+            return self._gradient_steps[state]
+        outer = None if state.outer is None else self.gradient_step(state.outer, context)
+        return GradientStep(state, context, self._config, self._split_gradients, outer)
 
     @property
     def trainable(self) -> list[nn.Parameter]:
