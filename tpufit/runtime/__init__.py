@@ -17,6 +17,7 @@ implements the contract in `tpufit/backend/`, whose classes are what the rest of
 | `lazy` | pending tensors, and their memory |
 | `device_state` | the tensors that training changes |
 | `aliases` | tensors that share memory |
+| `followers` | tensors outside of the state that share memory with it |
 | `unsharding` | gathers split weights where a step uses them |
 | `packing` | the shapes in which a TPU keeps weights |
 | `graph` | a compiled step: its inputs and outputs |

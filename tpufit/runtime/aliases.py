@@ -12,7 +12,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from .driver import driver
 from .own_thread import unguarding
@@ -36,20 +35,6 @@ class Alias:
 
 
 Aliases = tuple[Alias, ...]
-
-
-@dataclass(frozen=True)
-class Follower:
-    """A tensor outside of a list that shares memory with a tensor of the list."""
-
-    tensor: TensorWeakRef
-    alias: Alias
-
-    def link(self, tensors: Sequence[Tensor]) -> None:
-        """Let the tensor, if alive, share the current memory of its owner."""
-        tensor = self.tensor()
-        if tensor is not None:
-            tensor.data = _make_view(tensors[self.alias.owner], self.alias)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -108,23 +93,14 @@ def link(tensors: Sequence[Tensor], aliases: Aliases) -> list[Tensor]:
     for alias in aliases:
         if alias.apart:
             continue
-        tensors[alias.index].data = _make_view(tensors[alias.owner], alias)
+        tensors[alias.index].data = make_view(tensors[alias.owner], alias)
         if alias.view is not None:
             views.append(tensors[alias.index])
     return views
 
 
-def followers_of(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Follower]:
-    """Find the tensors among `others` that share all of their memory with a tensor of the list."""
-    first = len(tensors)
-    return [
-        Follower(TensorWeakRef(others[alias.index - first]), alias)
-        for alias in aliases_of([*tensors, *others])
-        if alias.index >= first > alias.owner and not alias.apart
-    ]
-
-
-def _make_view(owner: Tensor, alias: Alias) -> Tensor:
+def make_view(owner: Tensor, alias: Alias) -> Tensor:
+    """Return a tensor over an alias's part of its owner's current memory."""
     data = owner.data  # `detach` would make a view
     return data if alias.view is None else data.as_strided(*alias.view)
 

@@ -16,9 +16,10 @@ from torch.utils.weak import TensorWeakRef
 
 from ..backend import AttentionForms, Body, Sums
 from ..utils.is_compiling import compiling
-from .aliases import Follower, aliases_of, find_shared, followers_of, link
+from .aliases import aliases_of, find_shared, link
 from .device_state import HeldState
 from .driver import Trace, driver, on_device
+from .followers import Follower, followers_of
 from .graph import Graph, recognise, template_of
 from .lazy import (
     alias_memory,
@@ -360,7 +361,7 @@ class Capture:
         """
         state = set(map(id, self._target.state.tensors))
         replaced = [t for begun in self._begun if (t := begun()) is not None and id(t) not in state]
-        followers = [t for f in self._target.state.followers if (t := f.tensor()) is not None]
+        followers = self._target.state.followers.list_alive()
         every = (*self.new, *replaced, *followers, *driver().find_written())
         among = list({id(t): t for t in every}.values())  # a follower may also be in `new`
         waiting = find_pending_elsewhere(known, among)
@@ -427,7 +428,9 @@ class Capture:
         self._resolve()
         inputs = set(map(id, self._inputs))
         graph.escaped_tensors = [TensorWeakRef(t) for t in escaped if id(t) not in inputs]
-        self._target.state.empty(self._followers)
+        followers = self._target.state.followers
+        followers.replace(self._followers)
+        followers.empty()
         return self.outputs
 
     def launch(self, cause: str) -> Any:

@@ -11,12 +11,12 @@ from torch import Tensor
 from ..backend import DeviceState, Placement, Sharding, Slot
 from ..backend.device_state import no_slots
 from ..errors import StateLostError
-from .aliases import Aliases, Follower, aliases_of, find_shared, followers_of, is_shared_elsewhere, link, storage_of
+from .aliases import Aliases, aliases_of, find_shared, link, storage_of
 from .driver import driver, on_device
+from .followers import Followers
 from .lazy import (
     alias_memory,
     compute,
-    find_alive,
     find_pending,
     graph_hash,
     handles,
@@ -46,8 +46,7 @@ class HeldState(DeviceState):
     Attributes:
         values: The held values.
         aliases: The tensors that shared memory when the values were taken out of them.
-        followers: The user's tensors outside of the state that share memory with it. They are empty while the state's
-            tensors are.
+        followers: The user's tensors outside of the state that share memory with it.
         given: True if graphs may write over the values.
     """
 
@@ -66,7 +65,7 @@ class HeldState(DeviceState):
         self._apart: list[Tensor] | None = None  # in a trace: the values, if the user's tensors show stand-ins for them
         self.values: list[Tensor] = []
         self.aliases: Aliases = ()
-        self.followers: list[Follower] = []
+        self.followers = Followers()
         self.given = False
         self._copies = driver().count_copies()  # the count when the values were written back
         self._begun: Sequence[Slot] | None = None  # in a trace: the slots at its beginning
@@ -102,7 +101,7 @@ class HeldState(DeviceState):
         """
         self.aliases = aliases_of(self.tensors)
         # Not empty_like, whose results, like the device's tensors, would carry a growing history at each exchange.
-        self.empty(self.followers)
+        self.followers.empty()
         empty = self._empty or [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
         self.values = self._take_stored()
         # Set before the first exchange: from here on `values` is complete, and the user's tensors may not be.
@@ -169,7 +168,7 @@ class HeldState(DeviceState):
             link(self.tensors, self.aliases)
             self._packed = {i: self._place_of(i, value) for i, value in packed.items()}
             if packed:
-                self._link_followers()
+                self.followers.link(self.tensors)
             return inputs
         for i, value in self._pack(self.tensors).items():
             tensor = self.tensors[i]
@@ -178,7 +177,7 @@ class HeldState(DeviceState):
             self._packed[i] = self._place_of(i, value)
         if self._packed:
             _link_now(self.tensors, self.aliases, "capture")
-            self._link_followers()
+            self.followers.link(self.tensors)
         return inputs
 
     def _place_of(self, i: int, value: Tensor) -> tuple[Tensor, int, int]:
@@ -253,11 +252,11 @@ class HeldState(DeviceState):
                 stored = [shown_by.get(id(t), value) for t, value in zip(before, stored, strict=True)]
             self._packed = {i: self._place_of(i, self.values[i]) for i in packs}
             self._begun = begun
-            self._link_followers()
+            self.followers.link(self.tensors)
             try:
                 yield stored
             finally:
-                self.empty(self.followers)
+                self.followers.empty()
                 self._packed = {}
                 self._begun = None
                 self.tensors = before
@@ -307,7 +306,7 @@ class HeldState(DeviceState):
                 tensor.data = value
             if self._packed or self.given:
                 link(self.tensors, self.aliases)
-                self._link_followers()
+                self.followers.link(self.tensors)
         self._packed = {}
 
     def _differs(self, i: int) -> bool:
@@ -329,7 +328,7 @@ class HeldState(DeviceState):
     def replace(self, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding]) -> None:
         self.tensors = list(tensors)
         self.shardings = dict(shardings)
-        self.followers = []
+        self.followers.replace([])
         self._empty = []
 
     def write_back(self) -> None:
@@ -349,7 +348,7 @@ class HeldState(DeviceState):
         self._empty = empty if all(tensor.is_meta for tensor in empty) else []
         if aliases:
             compute(link(self.tensors, aliases))
-        self._link_followers()
+        self.followers.link(self.tensors)
         self._copies = driver().count_copies()
         self._versions = [tensor._version for tensor in self.tensors]
         self._storages = list(map(storage_of, self.tensors))
@@ -372,10 +371,10 @@ class HeldState(DeviceState):
         self.find_followers(placement)
 
     def find_followers(self, placement: Placement) -> None:
-        """Find the tensors outside of the state that share memory with it, e.g. after a callback's `p.data = best`.
+        """Find the followers anew, and give the user's copies of the state separate memory.
 
-        Copies get separate memory, because a copy on the device shares its original's memory, which a graph may write
-        over. All tensors of the state must have been computed.
+        A copy on the device shares its original's memory, which a graph may write over. All tensors of the state must
+        have been computed.
         """
         if not self.tensors:
             return
@@ -383,36 +382,15 @@ class HeldState(DeviceState):
         if self.given and others_wait(()):
             placement.launch("transfer")  # the user's pending tensors may be computed from these values
             wait("changed weights")
-        among = self._list_following()
-        if copied or is_shared_elsewhere([*self.tensors, *among]):
-            own = set(map(id, self.tensors))
-            among = [tensor for tensor in find_alive() if id(tensor) not in own]
-        self.followers = followers_of(self.tensors, among)
+        others = self.followers.search(self.tensors, everywhere=copied)
         if copied:
             stored = set(handles(self.tensors))
-            following = set(map(id, self._list_following()))
             # On torch_xla the user's tensors are functional wrappers. Leave out wrapped tensors, which are found, too,
             # if a kernel in Python has received them.
-            among = [t for t in among if torch._is_functional_tensor(t) or not driver().is_lazy]
-            others = [t for t in among if id(t) not in following and has_value(t)]
+            others = [t for t in others if torch._is_functional_tensor(t) or not driver().is_lazy]
+            others = [t for t in others if has_value(t)]
             doubles = [t for t, handle in zip(others, handles(others), strict=True) if handle in stored]
             copy_into(doubles, to_host(doubles, "changed weights"), placement)
-
-    def empty(self, followers: list[Follower]) -> None:
-        """Set the followers, and take their values out of them; `write_back` gives them the current values."""
-        self.followers = followers
-        for tensor in self._list_following():
-            swap_value(tensor, torch.empty_like(tensor, device="meta"))
-
-    def _list_following(self) -> list[Tensor]:
-        return [tensor for follower in self.followers if (tensor := follower.tensor()) is not None]
-
-    def _link_followers(self) -> None:
-        for follower in self.followers:
-            tensor = follower.tensor()
-            if tensor is not None and tensor.is_meta:
-                swap_value(tensor, torch.empty_like(tensor, device=self.tensors[follower.alias.owner].device))
-            follower.link(self.tensors)
 
     def unalias(self, placement: Placement) -> None:
         """Give separate memory to tensors that aren't aliases, because a copy on the device shares its original's.
