@@ -156,3 +156,25 @@ def test_a_failed_step_leaves_the_weights(cores, packs):
         model.fit(X, Y, batch_size=16 // cores, verbose=0)
     for name, value in module.state_dict().items():
         assert torch.equal(value.cpu(), before[name])
+
+
+def test_after_a_failed_trace_the_users_weights_count(cores, packs):
+    class Failing(tpufit.Model):
+        def train_step(self, batch):
+            logs = super().train_step(batch)
+            if self.fails:
+                raise ZeroDivisionError
+            return logs
+
+    model = Failing(net())
+    model.fails = False
+    model.compile(torch.optim.SGD(model.module.parameters(), lr=0.0), "cross_entropy", jit_compile=True)
+    for _ in range(3):  # captured twice, then replayed
+        model.train_on_batch(X[:16], Y[:16], cores=cores)
+    model.fails = True
+    with pytest.raises(ZeroDivisionError):
+        model.train_on_batch(X[:16], Y[:16], cores=cores)
+    model.fails = False
+    model.load_state_dict({name: value.zero_() for name, value in model.state_dict().items()})
+    model.train_on_batch(X[:16], Y[:16], cores=cores)
+    assert not any(weight.any() for weight in model.state_dict().values() if weight.dim() > 1)

@@ -14,7 +14,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback, ModelCheckpoint
 from tpufit.errors import StateLostError
-from tpufit.runtime import device_state, graph
+from tpufit.runtime import device_state, graph, trace_view
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300, quick=False)
 
@@ -239,7 +239,8 @@ def test_an_interrupt_during_write_back_loses_nothing(cores, monkeypatch, at):
         def on_train_batch_begin(self, batch, logs=None):
             seen[self.model.steps_taken] = self.model.state_dict()
 
-    monkeypatch.setattr(device_state, "swap_value", swap_value)
+    for module in (device_state, trace_view):
+        monkeypatch.setattr(module, "swap_value", swap_value)
     with pytest.raises(KeyboardInterrupt):
         fit(model, cores, callbacks=Looks())
     left, steps = model.state_dict(), model.steps_taken

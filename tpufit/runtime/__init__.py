@@ -28,6 +28,7 @@ implements the contract in `tpufit/backend/`, whose classes are what the rest of
 | `trace_seeds` | the random numbers of a trace |
 | `numbers` | what optimizers, metrics and losses need to know about the device's numbers |
 | `recompute` | blocks that are rematerialized in the backward pass |
+| `trace_view` | the state's tensors in a trace, and what it changes in them |
 | `trace_watch` | sees what a traced step reads, draws and leaves to the host |
 | `own_thread` | other threads wait while a trace has the tensors |
 | `absent` | cores that aren't there, for a preflight |

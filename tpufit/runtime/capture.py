@@ -43,6 +43,7 @@ from .own_thread import unguarding
 from .placement import CorePlacement
 from .trace_context import tracing_with
 from .trace_seeds import TraceSeeds
+from .trace_view import TraceView
 from .trace_watch import Glance, Watch
 from .transfer import swap_value
 from .unsharding import Unsharding
@@ -66,8 +67,18 @@ class Target:
         """Return the source of a trace's random numbers."""
         return driver().trace_seeds(self.placement, seeds)
 
-    def trace(self, body: Body, inputs: list[Tensor], seeds: TraceSeeds, watch: AbstractContextManager[object]) -> Any:
-        """Run the body over lazy tensors while `watch` observes it. `begin` of the sums must have been called."""
+    def trace(
+        self,
+        body: Body,
+        inputs: list[Tensor],
+        seeds: TraceSeeds,
+        watch: AbstractContextManager[object],
+        view: TraceView | None = None,
+    ) -> Any:
+        """Run the body over lazy tensors while `watch` observes it. `begin` of the sums must have been called.
+
+        Without a view, the trace can't be replayed, and its graph isn't known.
+        """
         shardings = self.state.shardings
         whole = Unsharding(shardings, self.placement) if shardings else None
         with (
@@ -85,8 +96,8 @@ class Target:
             # runtime was imported, and then fails with an internal error.
             torch.autograd.set_multithreading_enabled(False),
         ):
-            result = body(inputs, seeds)
-            self.state.follow()
+            with nullcontext() if view is None else view.following():
+                result = body(inputs, seeds)
             if shardings:
                 self.state.pin(self.state.tensors, self.placement)
             return result
@@ -121,7 +132,6 @@ def undoing(state: HeldState) -> Iterator[None]:
         yield
     except BaseException:
         # The user's tensors must release the trace's values before `drop`, which takes the device from their tensors.
-        state.unfollow()
         if not state.lost:
             driver().keep(before)  # no graph has consumed these values, and a later step's graph mustn't
             state.restore(before, aliases)
@@ -138,7 +148,7 @@ class Capture:
 
     Args:
         target: The device, the state and the sums.
-        stored: The state's values, see `HeldState.begin_trace`.
+        view: The state as the trace sees it.
         inputs: The batches and rates.
         seeds: The seed of each step.
         watch: Observes what the body reads and draws.
@@ -152,21 +162,21 @@ class Capture:
     def __init__(
         self,
         target: Target,
-        stored: list[Tensor],
+        view: TraceView,
         inputs: list[Tensor],
         seeds: list[int],
         watch: Watch | Glance,
         python_state: Callable[[], dict[str, Any]],
     ) -> None:
         self._target = target
+        self._view = view
         self._inputs = driver().show_values(inputs)
         self._seeds = target.trace_seeds(seeds)
         self._watch = watch
         self._python_state = python_state
         # Noted before the trace, which replaces the sums and the memory of the state's tensors.
-        lists = {"state": stored, "sum": target.sums.tensors, "input": inputs}
-        self._memory = index_by_memory(lists)
-        self._stored = handles(stored)
+        self._memory = {handle: ("state", i) for i, handle in enumerate(view.memory)}
+        self._memory |= index_by_memory({"sum": target.sums.tensors, "input": inputs})
         # Strong references, because `torch.utils.swap_tensors` refuses tensors with weak references in the trace.
         self._state = list(target.state.tensors)
         self._young = find_young()
@@ -192,13 +202,13 @@ class Capture:
         sums.begin()
         sums.tensors = driver().show_values(sums.tensors)
         with noting_new() as self.new:
-            self.outputs = self._target.trace(body, self._inputs, self._seeds, self._watch)
+            self.outputs = self._target.trace(body, self._inputs, self._seeds, self._watch, self._view)
         own = set(map(id, driver().list_own())) - set(map(id, self._inputs))
         self.new = [tensor for tensor in self.new if id(tensor) not in own]
         self._begun = self._let_go()
         obstacle = self._watch.reads() or self._describe_leftover()
         if obstacle and driver().is_lazy:
-            self._target.state.end_trace()
+            self._view.end()
         return obstacle
 
     def _let_go(self) -> list[TensorWeakRef]:
@@ -292,7 +302,7 @@ class Capture:
         memory |= {handle: (name, self._given + i) for handle, (name, i) in added.items()}
         leaves, spec = tree_flatten(self.outputs)
         template, computed = template_of(leaves, memory)
-        changed, replaced, aliases = state.find_changes(self._stored, target.placement)
+        changed, replaced, aliases = self._view.find_changes(target.placement)
         summed = find_pending(sums.tensors)
         own = [*replaced, *(sums.tensors[i] for i in summed)]
         # A tensor that the body stored elsewhere becomes an output too. If it stayed pending, it would be computed from
@@ -306,7 +316,7 @@ class Capture:
         others, left = _outputs(own, self._left)
         self._roots = roots = [*own, *others]
         if not roots:
-            state.end_trace()
+            self._view.end()
             self._resolve()
             return None
         self._values = driver().inputs_of(roots)
@@ -318,13 +328,14 @@ class Capture:
             sources = [sources[i] for i in order]
         consumed = list[int]()
         changes = {*changed, *(i for i, _ in find_shared(aliases))}
-        kept = {handle for i, handle in enumerate(self._stored) if i not in changes}
+        stored = self._view.memory
+        kept = {handle for i, handle in enumerate(stored) if i not in changes}
         donated = []
         # Only replaced memory is donated, because a donated tensor is gone.
         for at, (name, i) in enumerate(sources) if target.donates else ():
-            if name == "state" and self._stored[i] not in kept:
+            if name == "state" and stored[i] not in kept:
                 donated.append(at)
-                consumed += [j for j, handle in enumerate(self._stored) if handle == self._stored[i]]
+                consumed += [j for j, handle in enumerate(stored) if handle == stored[i]]
         outline = driver().outline_of(roots, self._values, donated)
         found = driver().hash_of(roots, self._values, donated) if hashes or outline is None else None
         result = template, spec
@@ -375,7 +386,7 @@ class Capture:
         waiting.sort(key=lambda tensor: id(tensor) not in inputs)
         young_ids = set(map(id, self._young))
         left_out = {*map(id, known), *map(id, waiting), *(young_ids - {*map(id, replaced), *map(id, followers)})}
-        stored = set(self._stored)
+        stored = set(self._view.memory)
         others = [t for t in among if id(t) not in left_out and torch._is_functional_tensor(t) == lazy]
         return waiting + [t for t in others if has_value(t) and handles([t])[0] in stored]
 
@@ -393,7 +404,7 @@ class Capture:
     def run(self, graph: Graph, first: bool) -> None:
         """Run the graph of this trace, or an equal graph, with its inputs; `first` if it has never run."""
         state = self._target.state
-        taken = state.hold()
+        taken = state.hold(self._view.take_values())
         self._settled = [*graph.changed, *(i for i, _ in find_shared(graph.aliases))]
         self._taken = [taken[i] for i in self._settled]
         target = self._target

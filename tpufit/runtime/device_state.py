@@ -1,8 +1,6 @@
 """`HeldState`: the tensors that training changes, and their values while graphs are replayed."""
 
-import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +12,8 @@ from ..errors import StateLostError
 from .aliases import Aliases, aliases_of, find_shared, link, storage_of
 from .driver import driver, on_device
 from .followers import Followers
-from .lazy import (
-    alias_memory,
-    compute,
-    find_pending,
-    graph_hash,
-    handles,
-    has_value,
-    identity,
-    others_wait,
-    put_behind_barrier,
-    wait,
-)
-from .own_thread import guarding
-from .packing import Packing, reorder_for_device, reorder_for_user
+from .lazy import compute, find_pending, handles, has_value, link_now, others_wait, wait
+from .packing import Packing
 from .transfer import copy_into, group_by_bytes, swap_value, to_host
 
 
@@ -48,6 +34,10 @@ class HeldState(DeviceState):
         aliases: The tensors that shared memory when the values were taken out of them.
         followers: The user's tensors outside of the state that share memory with it.
         given: True if graphs may write over the values.
+        packing: Which tensors the device keeps with their dimensions in another order.
+        slots: Returns the slots in which the user keeps the tensors.
+        packed: The indices of the tensors that show packed values in a trace; `TraceView.find_changes` pins these, in
+            the device's order.
     """
 
     def __init__(
@@ -58,17 +48,14 @@ class HeldState(DeviceState):
         slots: Callable[[], Sequence[Slot]] = no_slots,
     ) -> None:
         super().__init__(tensors, shardings)
-        self._packing = packing or Packing()
-        self._slots = slots
-        # In a trace, by index: a packed input, and the version and the storage of the user's tensor that shows it.
-        self._packed: dict[int, tuple[Tensor, int, int]] = {}
-        self._apart: list[Tensor] | None = None  # in a trace: the values, if the user's tensors show stand-ins for them
+        self.packing = packing or Packing()
+        self.slots = slots
+        self.packed: Collection[int] = ()
         self.values: list[Tensor] = []
         self.aliases: Aliases = ()
         self.followers = Followers()
         self.given = False
         self._copies = driver().count_copies()  # the count when the values were written back
-        self._begun: Sequence[Slot] | None = None  # in a trace: the slots at its beginning
         self._lost: list[int] = []
         # The graph being started, see `expect`.
         self._started: tuple[list[int], Sequence[int], Aliases, list[Any]] | None = None
@@ -88,13 +75,17 @@ class HeldState(DeviceState):
         return [self.shardings.get(id(tensor), Sharding.WHOLE).axis for tensor in self.tensors]
 
     def pin(self, tensors: Iterable[Tensor], placement: Placement) -> None:
-        packed = {id(self.tensors[i]) for i in self._packed}  # `find_changes` pins these in the device's order
+        packed = {id(self.tensors[i]) for i in self.packed}
         for tensor in tensors:
             if id(tensor) not in packed:
                 placement.pin(tensor, self.shardings.get(id(tensor), Sharding.WHOLE))
 
-    def hold(self) -> list[Tensor]:
+    def hold(self, values: list[Tensor] | None = None) -> list[Tensor]:
         """Take the values out of the user's tensors. After an interrupt in this method, `write_back` repairs the state.
+
+        Args:
+            values: After a trace, the values that the view has, see `TraceView.take_values` (default: the values of the
+                user's tensors).
 
         Returns:
             The former contents of the user's tensors, for a trace, which may still have to compute them.
@@ -103,25 +94,21 @@ class HeldState(DeviceState):
         # Not empty_like, whose results, like the device's tensors, would carry a growing history at each exchange.
         self.followers.empty()
         empty = self._empty or [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
-        self.values = self._take_stored()
+        self.values = self._read_values() if values is None else values
         # Set before the first exchange: from here on `values` is complete, and the user's tensors may not be.
         self.held = True
         self._empty = []
         return [swap_value(tensor, nothing) for tensor, nothing in zip(self.tensors, empty, strict=True)]
 
-    def _take_stored(self) -> list[Tensor]:
-        """Return the values in the device's order of dimensions."""
-        values = self._apart
-        if values is None:
-            values = [tensor.detach() for tensor in self.tensors]
-            driver().note_exposed(values)
-            values = self._separate(values)
-        self._apart = None
-        stored = {i: value for i, (value, *_) in self._packed.items()} if self._packed else self._pack(values)
-        self._packed = {}
-        return [stored.get(i, value) for i, value in enumerate(values)]
+    def _read_values(self) -> list[Tensor]:
+        """Return the values of the user's tensors in the device's order of dimensions."""
+        values = [tensor.detach() for tensor in self.tensors]
+        driver().note_exposed(values)
+        values = self.separate(values)
+        packed = self.pack(values)
+        return [packed.get(i, value) for i, value in enumerate(values)]
 
-    def _separate(self, values: list[Tensor]) -> list[Tensor]:
+    def separate(self, values: list[Tensor]) -> list[Tensor]:
         """Return the values of the user's tensors, in separate memory if graphs may write over them.
 
         A copy on the device shares its original's memory. Only a lazy driver shows which copies do; with it,
@@ -141,188 +128,25 @@ class HeldState(DeviceState):
                 wait("changed weights")  # until the part's old memory is free
         return values
 
-    def _pack(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    def pack(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return the packed values of tensors that the device keeps in another order, by index."""
-        indices = self._find_packable(tensors)
-        return dict(zip(indices, self._packing.pack([tensors[i] for i in indices]), strict=True))
+        indices = self.find_packable(tensors)
+        return dict(zip(indices, self.packing.pack([tensors[i] for i in indices]), strict=True))
 
-    def _find_packable(self, tensors: Sequence[Tensor]) -> list[int]:
+    def find_packable(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return the indices of tensors that the device keeps in another order; split tensors aren't packed."""
-        return [i for i in self._packing.find_packable(tensors) if id(self.tensors[i]) not in self.shardings]
-
-    def begin_trace(self) -> list[Tensor]:
-        """Let the user's tensors show values in the device's order of dimensions, and return these values.
-
-        The values are the inputs of the graph to be traced, and must have been computed.
-        """
-        inputs = list(self.tensors)
-        self.aliases = aliases_of(inputs)
-        self._begun = self._slots()
-        driver().note_exposed(inputs)
-        if not driver().is_lazy:
-            self._apart = self._separate([tensor.detach() for tensor in self.tensors])
-            packed = self._pack(self._apart)
-            inputs = [packed.get(i, value) for i, value in enumerate(self._apart)]
-            for i, (tensor, stand_in) in enumerate(zip(self.tensors, driver().lend_values(inputs), strict=True)):
-                tensor.data = _record_order(reorder_for_user, stand_in) if i in packed else stand_in
-            link(self.tensors, self.aliases)
-            self._packed = {i: self._place_of(i, value) for i, value in packed.items()}
-            if packed:
-                self.followers.link(self.tensors)
-            return inputs
-        for i, value in self._pack(self.tensors).items():
-            tensor = self.tensors[i]
-            inputs[i] = value
-            tensor.data = reorder_for_user(value)
-            self._packed[i] = self._place_of(i, value)
-        if self._packed:
-            _link_now(self.tensors, self.aliases, "capture")
-            self.followers.link(self.tensors)
-        return inputs
-
-    def _place_of(self, i: int, value: Tensor) -> tuple[Tensor, int, int]:
-        return value, self.tensors[i]._version, storage_of(self.tensors[i])
-
-    def follow(self) -> None:
-        """Adopt the tensors with which the trace has replaced tensors of the state in their slots."""
-        begun = self._begun
-        self._begun = None
-        if begun is None:
-            return
-        now = self._slots()
-        if [slot.name for slot in begun] != [slot.name for slot in now]:
-            return  # there is new state, for which this trace's graph isn't valid
-        before = [slot.tensor for slot in begun]
-        after = [slot.tensor for slot in now]
-        if all(map(operator.is_, before, after)):
-            return
-        indices = {id(tensor): i for i, tensor in enumerate(self.tensors)}
-        tensors = dict[int, Tensor]()
-        for old, new in zip(before, after, strict=True):
-            i = indices.get(id(old))
-            alike = new.shape == old.shape and new.dtype is old.dtype and new.device == old.device
-            if i is None or not alike or tensors.setdefault(i, new) is not new:
-                return
-        if len({id(tensor) for tensor in tensors.values()}) < len(tensors):
-            return
-        shardings = {
-            id(tensors.get(i, tensor)): self.shardings[id(tensor)]
-            for i, tensor in enumerate(self.tensors)
-            if id(tensor) in self.shardings
-        }
-        self.tensors = [tensors.get(i, tensor) for i, tensor in enumerate(self.tensors)]
-        self.shardings = shardings
+        return [i for i in self.packing.find_packable(tensors) if id(self.tensors[i]) not in self.shardings]
 
     def list_present(self) -> list[Tensor]:
         """Return the tensors, and the tensors that a step has put into new slots."""
         there = {id(tensor): tensor for tensor in self.tensors}
-        return list((there | {id(slot.tensor): slot.tensor for slot in self._slots()}).values())
-
-    def unfollow(self) -> None:
-        """Restore the slots from before a trace that has failed."""
-        if self._begun is not None:
-            _put_back(self._begun, self._slots())
-        self._begun = None
-
-    @contextmanager
-    def lending(self) -> Iterator[list[Tensor]]:
-        """A context in which the user's tensors show the held values to this thread, for a trace that isn't run.
-
-        It yields the values, the inputs of the trace's graph. All changes of the tensors are undone at its end.
-        """
-        packs = self._find_packable(self.tensors)
-        shows = driver().lend_values(self.values)
-        for i in packs:
-            shows[i] = (
-                reorder_for_user(self.values[i]) if driver().is_lazy else _record_order(reorder_for_user, shows[i])
-            )
-        before = self.tensors
-        shardings = self.shardings
-        begun = self._slots()
-        with guarding(before):
-            empty = [swap_value(tensor, value) for tensor, value in zip(before, shows, strict=True)]
-            del shows  # else these tensors would follow the changes of the trace
-            stored = self.values
-            if self.aliases and not driver().is_lazy:
-                link(before, self.aliases)
-            elif self.aliases:
-                views = _link_now(before, self.aliases, "audit")
-                # Not `view.detach()`, which would follow the changes of the trace.
-                shown_by = dict(zip(map(id, views), alias_memory(views), strict=True))
-                stored = [shown_by.get(id(t), value) for t, value in zip(before, stored, strict=True)]
-            self._packed = {i: self._place_of(i, self.values[i]) for i in packs}
-            self._begun = begun
-            self.followers.link(self.tensors)
-            try:
-                yield stored
-            finally:
-                self.followers.empty()
-                self._packed = {}
-                self._begun = None
-                self.tensors = before
-                self.shardings = shardings
-                _put_back(begun, self._slots())
-                for tensor, nothing in zip(before, empty, strict=True):
-                    swap_value(tensor, nothing)
-
-    def find_changes(self, before: Sequence[Hashable], placement: Placement) -> tuple[list[int], list[Tensor], Aliases]:
-        """Find the changes of the tensors in a trace.
-
-        Args:
-            before: The identity of the memory of each value at the beginning of the trace.
-            placement: The cores.
-
-        Returns:
-            The indices of the changed tensors, their new values in the device's order of dimensions, and the tensors
-            that share memory from now on.
-        """
-        aliases = aliases_of(self.tensors)
-        shares = {i for i, _ in find_shared(aliases)}
-        waiting = set(find_pending(self.tensors))
-        there = [i for i in range(len(self.tensors)) if i not in waiting]
-        memory = dict(zip(there, handles([self.tensors[i] for i in there]), strict=True))
-        changed = []
-        roots = []
-        seen = set[int]()
-        for i, tensor in enumerate(self.tensors):
-            if i in shares or (memory[i] == before[i] if i in memory else i in self._packed and not self._differs(i)):
-                continue
-            root = tensor
-            # A graph has no output for a tensor with a value, and a single output for all tensors of one identity.
-            if i in memory or identity(tensor) in seen:
-                (root,) = put_behind_barrier([tensor])
-                placement.pin(root, self.shardings.get(id(tensor), Sharding.WHOLE))
-            seen.add(identity(root))
-            changed.append(i)
-            roots.append(self._packing.pin(_record_order(reorder_for_device, root)) if i in self._packed else root)
-        return changed, roots, aliases
-
-    def end_trace(self) -> None:
-        """End a trace whose graph won't run: the user's tensors get their values back."""
-        apart = self._apart
-        self._apart = None
-        if apart is not None:
-            for tensor, value in zip(self.tensors, apart, strict=True):
-                tensor.data = value
-            if self._packed or self.given:
-                link(self.tensors, self.aliases)
-                self.followers.link(self.tensors)
-        self._packed = {}
-
-    def _differs(self, i: int) -> bool:
-        """True if a packed tensor no longer shows its value from the beginning of the trace."""
-        value, version, storage = self._packed[i]
-        tensor = self.tensors[i]
-        # Setting `tensor.data` doesn't change the version, but changes the graph, and the memory.
-        if tensor._version != version or not driver().is_lazy:
-            return tensor._version != version or storage_of(tensor) != storage
-        return graph_hash(tensor) != graph_hash(reorder_for_user(value))
+        return list((there | {id(slot.tensor): slot.tensor for slot in self.slots()}).values())
 
     def unpack_values(self, indices: Sequence[int]) -> list[Tensor]:
         """Return the held values at these indices in the user's order of dimensions."""
-        packs = set(self._find_packable(self.tensors)) if self.held else set()
+        packs = set(self.find_packable(self.tensors)) if self.held else set()
         packed = [i for i in indices if i in packs]
-        found = dict(zip(packed, self._packing.unpack([self.values[i] for i in packed]), strict=True))
+        found = dict(zip(packed, self.packing.unpack([self.values[i] for i in packed]), strict=True))
         return [found.get(i, self.values[i]) for i in indices]
 
     def replace(self, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding]) -> None:
@@ -340,7 +164,6 @@ class HeldState(DeviceState):
 
     def restore(self, values: Sequence[Tensor], aliases: Aliases) -> None:
         """Put values, in the user's order of dimensions, into the user's tensors, and drop the held values."""
-        self._apart = None
         empty = [swap_value(tensor, value) for tensor, value in zip(self.tensors, values, strict=True)]
         self.values = []
         self.held = False
@@ -411,7 +234,7 @@ class HeldState(DeviceState):
         if doubles:
             tensors = [self.tensors[i] for i in doubles]
             copy_into(tensors, to_host(tensors, "changed weights"), placement, self.shardings)
-            _link_now(self.tensors, tuple(alias for alias in aliases if alias.owner in doubles), "changed weights")
+            link_now(self.tensors, tuple(alias for alias in aliases if alias.owner in doubles), "changed weights")
 
     def expect(self, changed: list[int], consumed: Sequence[int], aliases: Aliases) -> list[Any]:
         """Note that a graph is about to be started that replaces some tensors.
@@ -469,36 +292,6 @@ class HeldState(DeviceState):
         self.collect()
         self._lost = []
         self.write_back()
-
-
-def _link_now(tensors: Sequence[Tensor], aliases: Aliases, reason: str) -> list[Tensor]:
-    """Let tensors share memory as noted, and return the views. **This waits** for the views.
-
-    A trace reads the identity of their memory, and on several cores reading it too early aborts the process.
-    """
-    views = link(tensors, aliases)
-    if views:
-        compute(views)
-        wait(reason)
-    return views
-
-
-def _record_order(order: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Record a change of the order of dimensions in the current trace."""
-    with driver().body():
-        return order(tensor)
-
-
-def _put_back(before: Sequence[Slot], now: Sequence[Slot]) -> None:
-    """Put tensors back into their slots, and empty new slots."""
-    there = {slot.name: slot.tensor for slot in now}
-    known = {slot.name for slot in before}
-    for slot in before:
-        if there.get(slot.name) is not slot.tensor:
-            slot.put(slot.tensor)
-    for slot in now:
-        if slot.name not in known:
-            slot.put(None)
 
 
 def replace_at(values: list[Tensor], indices: Sequence[int], new: list[Tensor]) -> list[Tensor]:

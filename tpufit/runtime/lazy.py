@@ -12,6 +12,7 @@ from torch import Tensor
 from ..utils.collector import collector
 from ..utils.counters import waiting
 from . import counters
+from .aliases import Aliases, link
 from .driver import driver
 from .own_thread import unguarding
 from .transfer import swap_value
@@ -31,6 +32,18 @@ def wait(reason: str) -> None:
     """Wait until the device has done all started work."""
     with waiting(reason):
         driver().wait()
+
+
+def link_now(tensors: Sequence[Tensor], aliases: Aliases, reason: str) -> list[Tensor]:
+    """Let tensors share memory as noted, and return the views. **This waits** for the views.
+
+    A trace reads the identity of their memory, and on several cores reading it too early aborts the process.
+    """
+    views = link(tensors, aliases)
+    if views:
+        compute(views)
+        wait(reason)
+    return views
 
 
 def find_pending(tensors: Sequence[Tensor]) -> list[int]:

@@ -30,6 +30,7 @@ from .graph import Graph
 from .lazy import drop, find_pending_elsewhere, noting_new, wait
 from .placement import CorePlacement
 from .trace_context import tracing_with
+from .trace_view import lending, showing
 from .trace_watch import Glance, Watch, cure_for, explain_slowness
 
 # The number of consecutive traces that may differ from the previous trace before a step counts as not replayable.
@@ -225,8 +226,8 @@ class CapturedProgram(Program):
         target = self._target
         capture = None
         try:
-            with driver().tracing(), target.state.lending() as stored:
-                capture = Capture(target, stored, inputs, seeds, watch, self._python_state)
+            with driver().tracing(), lending(target.state) as view:
+                capture = Capture(target, view, inputs, seeds, watch, self._python_state)
                 yield capture
                 capture.compute_escaped()
         finally:
@@ -292,10 +293,8 @@ class CapturedProgram(Program):
         target = self._target
         self._finish()
         with driver().tracing():
-            with undoing(target.state):
-                stored = target.state.begin_trace()
-                capture = Capture(target, stored, inputs, seeds, self._watch(), dict)
-                del stored
+            with undoing(target.state), showing(target.state) as view:
+                capture = Capture(target, view, inputs, seeds, self._watch(), dict)
                 obstacle = capture.trace(body)
                 self._met_obstacle = bool(obstacle)
                 if obstacle and target.placement.has_mesh:
@@ -312,13 +311,12 @@ class CapturedProgram(Program):
         target = self._target
         graph = None
         began = perf_counter()
-        with undoing(target.state):
-            stored = target.state.begin_trace()  # before the watch, which would count it as work of the step
+        # The view comes before the watch, which would count it as work of the step.
+        with undoing(target.state), showing(target.state) as view:
             key = self._make_graph_key(key)
             earlier = self._graphs.get(key)
             watch = self._watch()
-            capture = Capture(target, stored, inputs, seeds, watch, self._python_state)
-            del stored  # the body may replace some of these tensors
+            capture = Capture(target, view, inputs, seeds, watch, self._python_state)
             obstacle = capture.trace(body)
             self.products = watch.products
             if obstacle:
