@@ -21,7 +21,9 @@ implements the contract in `tpufit/backend/`, whose classes are what the rest of
 | `unsharding` | gathers split weights where a step uses them |
 | `packing` | the shapes in which a TPU keeps weights |
 | `graph` | a compiled step: its inputs and outputs |
+| `target` | what the traces of a program run on |
 | `capture` | one trace of a step, its checks, and its undoing |
+| `traced_graph` | the graph of a trace, to be compiled and started |
 | `program` | trace a step once, then replay its graph |
 | `audits` | which replays are compared with a new trace |
 | `trace_context` | what the operations of a step need to know about its trace |

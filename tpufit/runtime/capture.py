@@ -1,12 +1,21 @@
-"""`Capture`: one trace of a step, and its graph. `undoing` undoes a failed trace.
+"""`Capture`: one trace of a step, its checks, and its graph. `undoing` undoes a failed trace.
 
-The body of a step runs here over lazy tensors: operations are only recorded. Where the order of statements matters, a
-comment says why.
+The body of a step runs here over lazy tensors: operations are only recorded. Each object makes the next:
+
+    note_before(...)            -> Before        what must be known before the trace
+    Before.trace(body)          -> Capture       runs the body
+    Capture.build()             -> TracedGraph   finds the graph's inputs and outputs; `compile` compiles a new graph
+    TracedGraph.start(graph)    -> StartedGraph  takes the values out of the user's tensors, and starts the graph
+    StartedGraph.settle()       -> the result    gives the trace's tensors their values
+
+Where the order of statements matters, a comment says why.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +23,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import TensorWeakRef
 
-from ..backend import AttentionForms, Body, Sums
-from ..utils.is_compiling import compiling
-from .aliases import aliases_of, find_shared, link
+from ..backend import Body
+from .aliases import Aliases, aliases_of, find_shared
 from .device_state import HeldState
-from .driver import Trace, driver, on_device
-from .followers import Follower, followers_of
+from .driver import driver
+from .followers import followers_of
 from .graph import Graph, recognise, template_of
 from .lazy import (
     alias_memory,
@@ -36,91 +44,14 @@ from .lazy import (
     others_wait,
     put_behind_barrier,
 )
-from .operations import operations_in
-from .ops.attention_choice import choose_attention
-from .ops.kernels import replace_kernels
 from .own_thread import unguarding
-from .placement import CorePlacement
-from .trace_context import tracing_with
+from .target import Target
 from .trace_seeds import TraceSeeds
 from .trace_view import TraceView
 from .trace_watch import Glance, Watch
-from .transfer import swap_value
-from .unsharding import Unsharding
+from .traced_graph import TracedGraph, resolve
 
 _LISTS = ("state", "sum", "input", "seed", "constant")
-
-
-@dataclass(frozen=True)
-class Target:
-    """The device, the state and the sums of a program's graphs."""
-
-    placement: CorePlacement
-    role: str  # for which its graphs are counted
-    state: HeldState  # read and changed by a step
-    sums: Sums
-    donates: bool  # whether graphs write the new state over the old
-    attention: AttentionForms  # requested by the user
-    kept: Callable[[], Mapping[str, Tensor]]  # returns the tensors that the user's Python keeps, by name
-
-    def trace_seeds(self, seeds: list[int]) -> TraceSeeds:
-        """Return the source of a trace's random numbers."""
-        return driver().trace_seeds(self.placement, seeds)
-
-    def trace(
-        self,
-        body: Body,
-        inputs: list[Tensor],
-        seeds: TraceSeeds,
-        watch: AbstractContextManager[object],
-        view: TraceView | None = None,
-    ) -> Any:
-        """Run the body over lazy tensors while `watch` observes it. `begin` of the sums must have been called.
-
-        Without a view, the trace can't be replayed, and its graph isn't known.
-        """
-        shardings = self.state.shardings
-        whole = Unsharding(shardings, self.placement) if shardings else None
-        with (
-            # On one core too, because torch_xla's batch norm in eval mode has no backward pass.
-            replace_kernels(),
-            choose_attention(self.attention, self.placement),
-            tracing_with(tracing=True, draw=seeds.draw, unsharding=whole),
-            whole or nullcontext(),
-            watch,
-            compiling(True),
-            driver().body(),
-            seeds.inside(),
-            seeds.seeded_by_torch(),
-            # In this thread, because autograd has no thread for the device if a backward pass ran on the CPU before the
-            # runtime was imported, and then fails with an internal error.
-            torch.autograd.set_multithreading_enabled(False),
-        ):
-            with nullcontext() if view is None else view.following():
-                result = body(inputs, seeds)
-            if shardings:
-                self.state.pin(self.state.tensors, self.placement)
-            return result
-
-    def launch(self, outputs: Any, new: Sequence[Tensor], because: str) -> Any:
-        """Run a trace that can't be replayed for this reason. If it fails, the state that it changed is lost.
-
-        Args:
-            outputs: The body's result.
-            new: The living tensors that the trace has made.
-            because: The reason.
-        """
-        try:
-            changed = [*self.state.list_present(), *self.sums.tensors, *new]
-            self.placement.launch(self.role, f"it is traced anew on every call, because {because}", changed)
-        except BaseException:
-            tensors = self.state.tensors
-            # Mark before pending work is dropped; afterwards lost tensors can't be distinguished.
-            self.state.mark_lost(find_pending(tensors))
-            returned = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-            drop([*returned, *self.sums.tensors, *(tensors if self.state.lost else ())])
-            raise
-        return outputs
 
 
 @contextmanager
@@ -143,110 +74,79 @@ def undoing(state: HeldState) -> Iterator[None]:
         raise
 
 
-class Capture:
-    """One trace of a step. Everything before it must have been computed.
+@dataclass(frozen=True)
+class Before:
+    """What is known before a trace, which replaces the sums and the memory of the state's tensors."""
 
-    Args:
-        target: The device, the state and the sums.
-        view: The state as the trace sees it.
-        inputs: The batches and rates.
-        seeds: The seed of each step.
-        watch: Observes what the body reads and draws.
-        python_state: Returns the Python state that the body might change.
+    target: Target
+    view: TraceView  # the state as the trace sees it
+    inputs: list[Tensor]  # the batches and rates, as the trace shows them to the body, which may add inputs
+    seeds: TraceSeeds
+    watch: Watch | Glance  # observes what the body reads and draws
+    python_state: Callable[[], dict[str, Any]]  # returns the Python state that the body might change
+    # The list of each value, `"state"`, `"sum"` or `"input"`, and its index there, by the identity of its memory.
+    memory: dict[Hashable, tuple[str, int]]
+    given: int  # the number of inputs
+    facts: dict[str, Any]  # the Python state before the trace
+    names: Mapping[Hashable, str]  # of the tensors that the user's Python keeps, by the identity of their memory
 
-    Attributes:
-        new: The living tensors that the trace has made.
-        outputs: The value that the body has returned.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        view: TraceView,
-        inputs: list[Tensor],
-        seeds: list[int],
-        watch: Watch | Glance,
-        python_state: Callable[[], dict[str, Any]],
-    ) -> None:
-        self._target = target
-        self._view = view
-        self._inputs = driver().show_values(inputs)
-        self._seeds = target.trace_seeds(seeds)
-        self._watch = watch
-        self._python_state = python_state
-        # Noted before the trace, which replaces the sums and the memory of the state's tensors.
-        self._memory = {handle: ("state", i) for i, handle in enumerate(view.memory)}
-        self._memory |= index_by_memory({"sum": target.sums.tensors, "input": inputs})
+    def trace(self, body: Body, new: list[Tensor]) -> Capture:
+        """Run the body. The living tensors that it has made are added to the list `new`, also if it fails."""
+        state = self.target.state
+        sums = self.target.sums
         # Strong references, because `torch.utils.swap_tensors` refuses tensors with weak references in the trace.
-        self._state = list(target.state.tensors)
-        self._young = find_young()
-        self._begun: list[TensorWeakRef] = []
-        self._given = len(inputs)  # the body may add inputs
-        self._before = python_state()
-        # Names are only needed by a capture, which tells the user what has changed.
-        self._names = _names_by_memory(target.kept()) if isinstance(watch, Watch) else {}
-        self.outputs: Any = None
-        self.new: list[Tensor] = []
-        self._roots: list[Tensor] = []  # the outputs of the graph
-        self._values: list[Tensor] = []  # the inputs of the graph
-        self._settled: list[int] = []  # the indices of the state that the graph replaces
-        self._taken: list[Tensor] = []  # the traced tensors at these indices
-        self._left: list[Tensor] = []  # what the body has returned or stored elsewhere, and the graph computes
-        self._results: list[Tensor] = []  # the computed values of `_left`
-        self._followers: list[Follower] = []  # tensors stored elsewhere that share memory with the state
-        self._escaped: list[Tensor] | None = None  # what the body has stored elsewhere, once `graph` has searched
-
-    def trace(self, body: Body) -> str:
-        """Run the body, and return the reason why no trace of it can be replayed, or ""."""
-        sums = self._target.sums
+        former = list(state.tensors)
+        young = find_young()
         sums.begin()
         sums.tensors = driver().show_values(sums.tensors)
-        with noting_new() as self.new:
-            self.outputs = self._target.trace(body, self._inputs, self._seeds, self._watch, self._view)
-        own = set(map(id, driver().list_own())) - set(map(id, self._inputs))
-        self.new = [tensor for tensor in self.new if id(tensor) not in own]
-        self._begun = self._let_go()
-        obstacle = self._watch.reads() or self._describe_leftover()
+        with noting_new(new):
+            outputs = self.target.trace(body, self.inputs, self.seeds, self.watch, self.view)
+        # Release the former tensors of the state, so that a replaced tensor stays alive only if the user keeps it.
+        replaced = set(map(id, former)) - set(map(id, state.tensors))
+        own = set(map(id, driver().list_own())) - set(map(id, self.inputs))
+        left_out = own | replaced
+        new[:] = [tensor for tensor in new if id(tensor) not in left_out]
+        young = [tensor for tensor in young if id(tensor) not in replaced]
+        released = list(map(TensorWeakRef, former))
+        former.clear()
+        obstacle = self.watch.reads() or _describe_leftover(self.target)
         if obstacle and driver().is_lazy:
-            self._view.end()
-        return obstacle
+            self.view.end()
+        return Capture(self, outputs, obstacle, new, young, released)
 
-    def _let_go(self) -> list[TensorWeakRef]:
-        """Release the tensors of the state, so that a replaced tensor stays alive only if the user keeps it."""
-        begun = list(map(TensorWeakRef, self._state))
-        state = set(map(id, self._target.state.tensors))
-        replaced = {id(t) for t in self._state if id(t) not in state}
-        if replaced:
-            self.new = [t for t in self.new if id(t) not in replaced]
-            self._young = [t for t in self._young if id(t) not in replaced]
-        self._state.clear()
-        return begun
+    def compute_stored(self, new: Sequence[Tensor], outputs: Any = None) -> None:
+        """Compute the tensors among `new` that the body of a trace that isn't run has stored, e.g. in a cache.
 
-    def _describe_leftover(self) -> str:
-        state = self._target.state
-        sums = self._target.sums
-        # `hold` would lose gradients, because a tensor's gradient goes with its value.
-        with unguarding():
-            leaves_gradients = any(t.grad is not None for t in state.tensors if t.is_leaf)
-        if self._target.role == "train" and leaves_gradients:
-            return "it leaves gradients to the next step"
-        if [(t.shape, t.dtype) for t in sums.begun] != [(t.shape, t.dtype) for t in sums.tensors]:
-            return "its running sums change their shape or dtype"
-        if any(alias.apart for alias in aliases_of(state.list_present())):
-            return "two tensors of its state share a part of their memory"
-        return ""
+        Its outputs aren't stored.
+        """
+        known = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        state = self.target.state
+        _compute_stored(state, find_pending_elsewhere([*known, *state.tensors, *self.target.sums.tensors], new))
+
+
+@dataclass
+class Capture:
+    """One trace of a step, which has ended."""
+
+    before: Before
+    outputs: Any  # the value that the body has returned
+    obstacle: str  # the reason why no trace of the body can be replayed, or ""
+    new: list[Tensor]  # the living tensors that the trace has made
+    young: list[Tensor]  # tensors that are as young as these for Python's garbage collector, but older than the trace
+    former: list[TensorWeakRef]  # the state's tensors before the trace
+    escaped: list[Tensor] | None = None  # what the body has stored elsewhere, once `unrun` has searched
 
     def explain_variation(self) -> str:
         """Return the reason why the next trace may differ, even if the graphs are equal, or "".
 
         At the first trace the reason may be harmless: a cache is built, a layer takes its first batch's statistics.
         """
-        before = self._before
-        after = self._python_state()
+        before = self.before.facts
+        after = self.before.python_state()
         changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         if changed:
             return f"its Python changes {changed[0]} (from {before.get(changed[0])!r} to {after.get(changed[0])!r})"
-        drew = self._watch.drew_at
+        drew = self.before.watch.drew_at
         return drew and f"its Python draws random numbers at {drew}"
 
     def find_difference(self, earlier: Graph, thorough: bool) -> str:
@@ -259,211 +159,234 @@ class Capture:
     def compare(self, earlier: Graph, graph: Graph) -> str:
         """Describe the difference of this trace's graph from an earlier graph, or return ""."""
         difference = earlier.find_difference(graph)
-        if difference and self._watch.drew_unseen:
+        if difference and self.before.watch.drew_unseen:
             return f"{difference}, and NumPy's global generator drew numbers meanwhile, as scipy's functions do"
         return difference
 
     def unrun(self, thorough: bool = True) -> Graph | None:
         """Return the graph of a trace that won't run, or its outline, to compare it; None if it is empty."""
+        state = set(map(identity, self.before.target.state.tensors))
+        former = {id(tensor()) for tensor in self.former}  # the slots will get these tensors back
         # Leave out weights that another thread has just read, e.g. by `state_dict`: the body hasn't stored them.
-        everything = self.new
-        state = set(map(identity, self._target.state.tensors))
-        put_back = {id(begun()) for begun in self._begun}  # tensors that the trace has replaced
-        self.new = [t for t in everything if identity(t) not in state and id(t) not in put_back]
-        self._begun = []
-        graph = self.graph(hashes=thorough, searches=False)  # other pending tensors aren't the body's, either
-        self.new = everything
-        driver().keep(self._values)  # no graph has consumed them
-        return graph
+        new = [t for t in self.new if identity(t) not in state and id(t) not in former]
+        # Other pending tensors aren't the body's, either.
+        traced = replace(self, new=new, former=[]).build(hashes=thorough, searches=False)
+        if traced is None:
+            self.escaped = []
+            return None
+        self.escaped = traced.escaped
+        driver().keep(traced.values)  # no graph has consumed them
+        return traced.graph
 
     def compute_escaped(self) -> None:
         """Compute only what the body of a trace that isn't run has stored elsewhere, as in a cache."""
-        state = self._target.state
-        left = self._escaped
-        if left is None:
-            known = [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
-            left = find_pending_elsewhere([*known, *state.tensors, *self._target.sums.tensors], self.new)
-        taken = set(map(identity, state.tensors))  # read by another thread, not stored by the body
-        compute([t for t in left if identity(t) not in taken], "a trace that isn't run has stored tensors elsewhere")
+        if self.escaped is None:
+            self.before.compute_stored(self.new, self.outputs)
+        else:
+            _compute_stored(self.before.target.state, self.escaped)
 
-    def graph(self, hashes: bool = True, searches: bool = True) -> Graph | None:
+    def build(self, hashes: bool = True, searches: bool = True) -> TracedGraph | None:
         """Build the graph of the trace, without compiling it. None if there is nothing to run.
 
         Args:
             hashes: True to include its hash, False for only its outline.
             searches: True to search for tensors that are older than the trace and that the trace has changed.
         """
-        target = self._target
+        before = self.before
+        target = before.target
         state = target.state
         sums = target.sums
-        # Sums that the step has created are known only now. Entries from before the trace take precedence over them.
-        added = index_by_memory({"input": self._inputs[self._given :]})
-        memory = index_by_memory({"sum": sums.begun}) | self._memory
-        memory |= {handle: (name, self._given + i) for handle, (name, i) in added.items()}
+        memory = self._index_memory()
         leaves, spec = tree_flatten(self.outputs)
         template, computed = template_of(leaves, memory)
-        changed, replaced, aliases = self._view.find_changes(target.placement)
+        changed, replaced, aliases = before.view.find_changes(target.placement)
         summed = find_pending(sums.tensors)
         own = [*replaced, *(sums.tensors[i] for i in summed)]
         # A tensor that the body stored elsewhere becomes an output too. If it stayed pending, it would be computed from
         # memory that the graph has written over.
-        known = [*own, *computed, *state.tensors]
-        escaped = self._find_stored_elsewhere(known, searches)
-        self._followers = followers_of(state.tensors, escaped) if escaped else []
-        following = {id(f.tensor()) for f in self._followers}
-        escaped = self._escaped = [t for t in escaped if id(t) not in following]
-        self._left = [*computed, *escaped]
-        others, left = _outputs(own, self._left)
-        self._roots = roots = [*own, *others]
+        escaped = self._find_stored_elsewhere([*own, *computed, *state.tensors], searches)
+        followers = followers_of(state.tensors, escaped) if escaped else []
+        following = {id(follower.tensor()) for follower in followers}
+        escaped = [t for t in escaped if id(t) not in following]
+        others, left = _outputs(own, [*computed, *escaped])
+        roots = [*own, *others]
         if not roots:
-            self._view.end()
-            self._resolve()
+            before.view.end()
+            resolve(self.outputs, target)
             return None
-        self._values = driver().inputs_of(roots)
-        sources, constants, places = recognise(self._values, memory, self._seeds)
+        values = driver().inputs_of(roots)
+        sources, constants, places = recognise(values, memory, before.seeds)
         if not driver().is_lazy:
             # The trace lists its inputs in any order; a graph takes them in the order of the lists.
             order = sorted(range(len(sources)), key=lambda i: (_LISTS.index(sources[i][0]), sources[i][1]))
-            self._values = [self._values[i] for i in order]
+            values = [values[i] for i in order]
             sources = [sources[i] for i in order]
-        consumed = list[int]()
-        changes = {*changed, *(i for i, _ in find_shared(aliases))}
-        stored = self._view.memory
-        kept = {handle for i, handle in enumerate(stored) if i not in changes}
-        donated = []
-        # Only replaced memory is donated, because a donated tensor is gone.
-        for at, (name, i) in enumerate(sources) if target.donates else ():
-            if name == "state" and stored[i] not in kept:
-                donated.append(at)
-                consumed += [j for j, handle in enumerate(stored) if handle == stored[i]]
-        outline = driver().outline_of(roots, self._values, donated)
-        found = driver().hash_of(roots, self._values, donated) if hashes or outline is None else None
-        result = template, spec
+        donated, consumed = self._find_donated(sources, changed, aliases) if target.donates else ([], [])
+        outline = driver().outline_of(roots, values, donated)
         graph = Graph(
-            hash=found,
+            hash=driver().hash_of(roots, values, donated) if hashes or outline is None else None,
             outline=outline,
             sources=sources,
             constants=constants,
             places=places,
             changed=changed,
             summed=summed,
-            result=result,
+            result=(template, spec),
             escaped=len(escaped),
             left=left,
             aliases=aliases,
             consumed=consumed,
-            facts=self._before,
-            names=self._names,
+            facts=before.facts,
+            names=before.names,
         )
-        sizes = {
-            "state": len(state.tensors),
-            "sum": len(sums.begun),
-            "input": len(self._inputs),
-            "seed": len(places),
-        }
+        sizes = {"state": len(state.tensors), "sum": len(sums.begun), "input": len(before.inputs), "seed": len(places)}
         graph.arrange(sizes | {"constant": len(constants)})
-        return graph
+        return TracedGraph(
+            target=target,
+            view=before.view,
+            graph=graph,
+            values=values,
+            shown=before.inputs,
+            roots=roots,
+            computed=computed,
+            escaped=escaped,
+            followers=followers,
+            result=self.outputs,
+        )
+
+    def _index_memory(self) -> dict[Hashable, tuple[str, int]]:
+        """Return the list and the index of each input that the graph may take, by the identity of its memory."""
+        # Sums that the step has created are known only now. Entries from before the trace take precedence over them.
+        before = self.before
+        added = index_by_memory({"input": before.inputs[before.given :]})
+        memory = index_by_memory({"sum": before.target.sums.begun}) | before.memory
+        return memory | {handle: (name, before.given + i) for handle, (name, i) in added.items()}
+
+    def _find_donated(
+        self, sources: Sequence[tuple[str, int]], changed: Sequence[int], aliases: Aliases
+    ) -> tuple[list[int], list[int]]:
+        """Return the inputs that the graph may write over, and the state's tensors whose values are gone afterwards."""
+        memory = self.before.view.memory
+        changes = {*changed, *(i for i, _ in find_shared(aliases))}
+        kept = {handle for i, handle in enumerate(memory) if i not in changes}
+        donated = list[int]()
+        consumed = list[int]()
+        # Only replaced memory is donated, because a donated tensor is gone.
+        for at, (name, i) in enumerate(sources):
+            if name == "state" and memory[i] not in kept:
+                donated.append(at)
+                consumed += [j for j, handle in enumerate(memory) if handle == memory[i]]
+        return donated, consumed
 
     def _find_stored_elsewhere(self, known: Sequence[Tensor], searches: bool) -> list[Tensor]:
         """Return the tensors that the body has stored outside of its result: in an attribute, a list, a closure.
 
-        These tensors are pending, or they are copies of the state from before the step, which record no operation.
-        Inputs that the body has changed come first, because nothing refers to them after the step.
+        There are two kinds: pending tensors, and copies of the state from before the step, which record no operation.
+        Pending inputs, which the body has changed, come first, because nothing refers to them after the step.
+
+        Args:
+            known: The tensors of the state, and those that the graph computes anyway.
+            searches: As in `build`.
         """
-        state = set(map(id, self._target.state.tensors))
-        replaced = [t for begun in self._begun if (t := begun()) is not None and id(t) not in state]
-        followers = self._target.state.followers.list_alive()
+        # The user's tensors that the body may have stored or changed.
+        before = self.before
+        state = set(map(id, before.target.state.tensors))
+        replaced = [t for former in self.former if (t := former()) is not None and id(t) not in state]
+        followers = before.target.state.followers.list_alive()
         every = (*self.new, *replaced, *followers, *driver().find_written())
         among = list({id(t): t for t in every}.values())  # a follower may also be in `new`
+
         waiting = find_pending_elsewhere(known, among)
         if searches and others_wait([*known, *waiting]):
             # Among all tensors, e.g. the user's state that is older than the trace.
             waiting = find_pending_elsewhere(known)
-        # Leave out the inner tensors of functional tensors: Python kernels have seen them, but the outer tensors count.
-        lazy = driver().is_lazy
-        waiting = [t for t in waiting if torch._is_functional_tensor(t) == lazy]
-        inputs = set(map(id, self._inputs))
+        waiting = _leave_out_inner(waiting)
+        inputs = set(map(id, before.inputs))
         waiting.sort(key=lambda tensor: id(tensor) not in inputs)
-        young_ids = set(map(id, self._young))
-        left_out = {*map(id, known), *map(id, waiting), *(young_ids - {*map(id, replaced), *map(id, followers)})}
-        stored = set(self._view.memory)
-        others = [t for t in among if id(t) not in left_out and torch._is_functional_tensor(t) == lazy]
-        return waiting + [t for t in others if has_value(t) and handles([t])[0] in stored]
 
-    def compile(self, graph: Graph, cause: str) -> None:
-        """Compile the graph of this trace; `cause` is for the report."""
-        target = self._target
-        target.placement.compile(
-            Trace(graph, self._roots, self._values, target.state.axes, target.role, cause),
-        )
-
-    def operations(self) -> int:
-        """Count the operations of this trace's graph, see `operations_in`. The graph must not have run."""
-        return operations_in(driver().text_of(self._roots), self._target.placement.count)
-
-    def run(self, graph: Graph, first: bool) -> None:
-        """Run the graph of this trace, or an equal graph, with its inputs; `first` if it has never run."""
-        state = self._target.state
-        taken = state.hold(self._view.take_values())
-        self._settled = [*graph.changed, *(i for i, _ in find_shared(graph.aliases))]
-        self._taken = [taken[i] for i in self._settled]
-        target = self._target
-        self._results = graph.run(
-            state,
-            target.sums,
-            self._values,
-            target.placement,
-            first and target.placement.runs,
-        )
-
-    def settle(self, graph: Graph) -> Any:
-        """Give the traced tensors the values that `run` has computed, and return the body's result.
-
-        No tensor of the trace stays pending, because it would be computed from memory that is gone.
-        """
-        # The state's tensors keep their objects, because the autograd history of other tensors may refer to them. Other
-        # tensors lose their own history, which would keep more of the trace alive.
-        for tensor, value in zip(self._taken, self._target.state.unpack_values(self._settled), strict=True):
-            tensor.data = value
-        left = self._left
-        escaped = left[len(left) - graph.escaped :]
-        together = aliases_of(escaped)  # noted while they share memory, because each gets a separate value below
-        # A body may return the same tensor twice, which gets its value only once.
-        for tensor, value in {id(t): (t, value) for t, value in zip(left, self._results, strict=True)}.values():
-            # PyTorch can't swap views without gradients, such as `h[:, 0]` of a prediction.
-            if tensor._is_view() and not tensor.requires_grad:
-                tensor.data = value
-            else:
-                swap_value(tensor, value, requires_grad=tensor.requires_grad and tensor.is_leaf)
-        compute(link(escaped, together))
-        self._resolve()
-        inputs = set(map(id, self._inputs))
-        graph.escaped_tensors = [TensorWeakRef(t) for t in escaped if id(t) not in inputs]
-        followers = self._target.state.followers
-        followers.replace(self._followers)
-        followers.empty()
-        return self.outputs
+        # A copy that is older than the trace isn't the body's, unless it was a tensor of the state or a follower.
+        older = set(map(id, self.young)) - set(map(id, [*replaced, *followers]))
+        left_out = {*map(id, known), *map(id, waiting), *older}
+        others = _leave_out_inner([t for t in among if id(t) not in left_out])
+        memory = set(before.view.memory)
+        return waiting + [t for t in others if has_value(t) and handles([t])[0] in memory]
 
     def launch(self, cause: str) -> Any:
         """Run this trace, which can't be replayed for this reason, and return the body's result."""
+        target = self.before.target
         if driver().is_lazy:
-            return self._target.launch(self.outputs, self.new, cause)
-        graph = self.graph()
-        if graph is None:
+            return target.launch(self.outputs, self.new, cause)
+        traced = self.build()
+        if traced is None:
             return self.outputs
-        self.compile(graph, f"it can't be replayed, because {cause}")
-        state = self._target.state
+        traced.compile(f"it can't be replayed, because {cause}")
+        state = target.state
         gradients = [tensor.grad for tensor in state.tensors]
-        self.run(graph, first=True)
-        outputs = self.settle(graph)
+        outputs = traced.start(traced.graph, first=True).settle()
         state.write_back()
-        for tensor, gradient in zip(state.tensors, gradients, strict=True):  # taken by `run`
+        for tensor, gradient in zip(state.tensors, gradients, strict=True):  # taken by `start`
             tensor.grad = gradient
         return outputs
 
-    def _resolve(self) -> None:
-        leaves = [leaf for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor) and on_device(leaf)]
-        driver().resolve([*leaves, *self._target.sums.tensors])
+
+def note_before(
+    target: Target,
+    view: TraceView,
+    inputs: list[Tensor],
+    seeds: list[int],
+    watch: Watch | Glance,
+    python_state: Callable[[], dict[str, Any]],
+) -> Before:
+    """Note what is known before a trace. Everything must have been computed.
+
+    Args:
+        target: The cores, the state and the sums.
+        view: The state as the trace sees it.
+        inputs: The batches and rates.
+        seeds: The seed of each step.
+        watch: Observes what the body reads and draws.
+        python_state: Returns the Python state that the body might change.
+    """
+    memory = {handle: ("state", i) for i, handle in enumerate(view.memory)}
+    return Before(
+        target=target,
+        view=view,
+        inputs=driver().show_values(inputs),
+        seeds=target.trace_seeds(seeds),
+        watch=watch,
+        python_state=python_state,
+        memory=memory | index_by_memory({"sum": target.sums.tensors, "input": inputs}),
+        given=len(inputs),
+        facts=python_state(),
+        # Only needed by a capture, which tells the user what has changed.
+        names=_names_by_memory(target.kept()) if isinstance(watch, Watch) else {},
+    )
+
+
+def _describe_leftover(target: Target) -> str:
+    """Return the reason why no graph can take the place of a trace, because of what it has left, or ""."""
+    state = target.state
+    sums = target.sums
+    # `hold` would lose gradients, because a tensor's gradient goes with its value.
+    with unguarding():
+        leaves_gradients = any(t.grad is not None for t in state.tensors if t.is_leaf)
+    if target.role == "train" and leaves_gradients:
+        return "it leaves gradients to the next step"
+    if [(t.shape, t.dtype) for t in sums.begun] != [(t.shape, t.dtype) for t in sums.tensors]:
+        return "its running sums change their shape or dtype"
+    if any(alias.apart for alias in aliases_of(state.list_present())):
+        return "two tensors of its state share a part of their memory"
+    return ""
+
+
+def _compute_stored(state: HeldState, stored: Sequence[Tensor]) -> None:
+    taken = set(map(identity, state.tensors))  # read by another thread, not stored by the body
+    compute([t for t in stored if identity(t) not in taken], "a trace that isn't run has stored tensors elsewhere")
+
+
+def _leave_out_inner(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Leave out the inner tensors of functional tensors: kernels in Python have seen them, but the outer ones count."""
+    return [tensor for tensor in tensors if torch._is_functional_tensor(tensor) == driver().is_lazy]
 
 
 def _names_by_memory(kept: Mapping[str, Tensor]) -> dict[Hashable, str]:

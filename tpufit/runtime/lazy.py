@@ -106,15 +106,14 @@ def others_wait(tensors: Sequence[Tensor]) -> bool:
 
 
 @contextmanager
-def noting_new() -> Iterator[list[Tensor]]:
-    """A context that at its end lists the living tensors on the device that were made inside.
+def noting_new(new: list[Tensor]) -> Iterator[None]:
+    """A context that at its end adds to a list the living tensors on the device that were made inside.
 
     The garbage collector is paused, so that they are among its youngest objects, which are few enough to search.
     """
-    new = list[Tensor]()
     with collector.pausing():
         try:
-            yield new
+            yield
         finally:
             new += find_young()
 

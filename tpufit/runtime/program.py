@@ -23,15 +23,17 @@ from ..utils.counters import count_capture, timed
 from ..utils.strict import LENIENT, Strict
 from ..utils.users_code import warn
 from .audits import Audits
-from .capture import Capture, Target, undoing
+from .capture import Before, Capture, note_before, undoing
 from .device_state import HeldState
 from .driver import driver
 from .graph import Graph
 from .lazy import drop, find_pending_elsewhere, noting_new, wait
 from .placement import CorePlacement
+from .target import Target
 from .trace_context import tracing_with
 from .trace_view import lending, showing
 from .trace_watch import Glance, Watch, cure_for, explain_slowness
+from .traced_graph import StartedGraph
 
 # The number of consecutive traces that may differ from the previous trace before a step counts as not replayable.
 # A single difference is harmless, e.g. where a module builds a cache in its first forward pass.
@@ -208,12 +210,17 @@ class CapturedProgram(Program):
     ) -> str | None:
         """Trace a step without running it, and describe how its graph differs; None if a value was read."""
         try:
-            with self._unrun(inputs, seeds, watch) as capture:
+            with self._unrun(inputs, seeds, watch) as (before, new):
+                capture = None
                 try:
-                    obstacle = capture.trace(body)
+                    capture = before.trace(body, new)
                 except Exception as error:  # the capture that follows raises the step's error again
-                    obstacle = f"its trace failed: {error}"
-                difference = obstacle or capture.find_difference(graph, thorough)
+                    difference = f"its trace failed: {error}"
+                if capture is None:
+                    before.compute_stored(new)
+                else:
+                    difference = capture.obstacle or capture.find_difference(graph, thorough)
+                    capture.compute_escaped()
         except RuntimeError:  # the runtime fails if another thread reads a tensor of the trace
             if not watch.reads():
                 raise
@@ -221,18 +228,21 @@ class CapturedProgram(Program):
         return None if watch.reads() else difference
 
     @contextmanager
-    def _unrun(self, inputs: list[Tensor], seeds: list[int], watch: Glance | Watch) -> Iterator[Capture]:
-        """A context for a trace that isn't run; all changes are undone at its end."""
+    def _unrun(
+        self, inputs: list[Tensor], seeds: list[int], watch: Glance | Watch
+    ) -> Iterator[tuple[Before, list[Tensor]]]:
+        """A context for a trace that isn't run; all changes are undone at its end.
+
+        It yields what is known before the trace, and a list for the tensors that the trace makes.
+        """
         target = self._target
-        capture = None
+        new: list[Tensor] = []
         try:
             with driver().tracing(), lending(target.state) as view:
-                capture = Capture(target, view, inputs, seeds, watch, self._python_state)
-                yield capture
-                capture.compute_escaped()
+                yield note_before(target, view, inputs, seeds, watch, self._python_state), new
         finally:
             # Other references to the trace's tensors, e.g. in another thread, get no values: nothing computes them.
-            drop(find_pending_elsewhere(target.state.tensors, [] if capture is None else capture.new))
+            drop(find_pending_elsewhere(target.state.tensors, new))
             target.sums.roll_back()
 
     def lacks_sample(self, key: Hashable) -> bool:
@@ -250,9 +260,10 @@ class CapturedProgram(Program):
         with pause(), timed("audit"), driver().lowering(self._matmul_precision):
             self._hold()
             wait("audit")
-            with self._unrun(inputs, seeds, Glance()) as capture:
-                obstacle = capture.trace(sample)
-                self._graphs[self._make_graph_key(key)].sample = None if obstacle else capture.unrun()
+            with self._unrun(inputs, seeds, Glance()) as (before, new):
+                capture = before.trace(sample, new)
+                self._graphs[self._make_graph_key(key)].sample = None if capture.obstacle else capture.unrun()
+                capture.compute_escaped()
 
     def _hold(self) -> None:
         """Take the state's values out of the user's tensors."""
@@ -284,7 +295,8 @@ class CapturedProgram(Program):
         watch = self._watch() if self._strict else nullcontext()
         if self._strict:
             self._finish()
-        with undoing(target.state) if self._strict else nullcontext(), noting_new() as new:
+        new: list[Tensor] = []
+        with undoing(target.state) if self._strict else nullcontext(), noting_new(new):
             outputs = target.trace(body, inputs, target.trace_seeds(seeds), watch)
         return target.launch(outputs, new, self.traced_because)
 
@@ -294,11 +306,10 @@ class CapturedProgram(Program):
         self._finish()
         with driver().tracing():
             with undoing(target.state), showing(target.state) as view:
-                capture = Capture(target, view, inputs, seeds, self._watch(), dict)
-                obstacle = capture.trace(body)
-                self._met_obstacle = bool(obstacle)
-                if obstacle and target.placement.has_mesh:
-                    raise ReplayError(_explain_several_graphs(target.role, obstacle))
+                capture = note_before(target, view, inputs, seeds, self._watch(), dict).trace(body, [])
+                self._met_obstacle = bool(capture.obstacle)
+                if capture.obstacle and target.placement.has_mesh:
+                    raise ReplayError(_explain_several_graphs(target.role, capture.obstacle))
             return capture.launch(self.traced_because)
 
     def _capture(self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
@@ -309,34 +320,35 @@ class CapturedProgram(Program):
 
     def _capture_traced(self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
         target = self._target
-        graph = None
+        started = None
         began = perf_counter()
         # The view comes before the watch, which would count it as work of the step.
         with undoing(target.state), showing(target.state) as view:
             key = self._make_graph_key(key)
             earlier = self._graphs.get(key)
             watch = self._watch()
-            capture = Capture(target, view, inputs, seeds, watch, self._python_state)
-            obstacle = capture.trace(body)
+            capture = note_before(target, view, inputs, seeds, watch, self._python_state).trace(body, [])
             self.products = watch.products
-            if obstacle:
+            if capture.obstacle:
                 self._met_obstacle = True
-                self._give_up(obstacle)
+                self._give_up(capture.obstacle)
             else:
-                graph = self._prove(key, capture)
-        self.audits.note_capture(key, perf_counter() - began if graph is not None and graph is earlier else None)
-        if obstacle:  # outside of `undoing`, because a failure now has consumed the state
-            return capture.launch(obstacle)
-        return capture.outputs if graph is None else capture.settle(graph)
+                started = self._prove(key, capture)
+        known = started is not None and started.graph is earlier
+        self.audits.note_capture(key, perf_counter() - began if known else None)
+        if capture.obstacle:  # outside of `undoing`, because a failure now has consumed the state
+            return capture.launch(capture.obstacle)
+        return capture.outputs if started is None else started.settle()
 
-    def _prove(self, key: Hashable, capture: Capture) -> Graph | None:
-        """Compare a trace with the previous trace, compile its graph if it is new, and run it."""
+    def _prove(self, key: Hashable, capture: Capture) -> StartedGraph | None:
+        """Compare a trace with the previous trace, compile its graph if it is new, and start it."""
         target = self._target
         earlier = self._graphs.get(key)
         doubtful = self._doubtful.pop(key, None)
-        graph = capture.graph()
-        if graph is None:  # the step returns its inputs unchanged
+        traced = capture.build()
+        if traced is None:  # the step returns its inputs unchanged
             return None
+        graph = traced.graph
         # A graph is replayed once a trace gives the same graph as the previous trace, and changes no state in Python.
         unproven = _ONCE if earlier is None else capture.compare(earlier, graph)
         variation = capture.explain_variation()
@@ -349,8 +361,8 @@ class CapturedProgram(Program):
         if difference and max(self._varied, graph.differed) >= _ATTEMPTS:
             self._give_up(difference)
         if unproven:
-            capture.compile(graph, self.cause if earlier is None else unproven)
-            graph.operations = capture.operations() if target.placement.peak else 0
+            traced.compile(self.cause if earlier is None else unproven)
+            graph.operations = traced.count_operations() if target.placement.peak else 0
         if earlier is not None and not difference:  # keep the earlier object, which has its operations and its sample
             graph = earlier
             graph.proven = True
@@ -359,8 +371,7 @@ class CapturedProgram(Program):
         state = target.state.tensors
         self.donated = sum(state[i].nbytes for i in graph.consumed)
         self.operations = graph.operations
-        capture.run(graph, first=bool(unproven))
-        return graph
+        return traced.start(graph, first=bool(unproven))
 
     def _note_change(self, earlier: Graph, later: Graph, difference: str, doubtful: int) -> None:
         """Note that an audit has found a different graph, and the number of doubtful steps."""
