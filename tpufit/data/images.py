@@ -1,4 +1,7 @@
-"""Image folders, and their decoding and resizing into a cache, once and in parallel."""
+"""Image folders, and their decoding and resizing into a cache, once and in parallel.
+
+They need no torchvision, whose version must match torch's.
+"""
 
 from __future__ import annotations
 

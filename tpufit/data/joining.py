@@ -1,4 +1,7 @@
-"""`Joiner`: joins an iterable's batches, one per core, into one batch for all cores."""
+"""`Joiner`: joins an iterable's batches, one per core, into one batch for all cores.
+
+So an iterable may yield a core's batches, as a `DataLoader` does, also with lists of boxes or with graphs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The random and counter states of a loader's workers: sent with each batch, and restored on resumption.
 
+So a `DataLoader` with random augmentation in its workers is resumed to the last bit.
+
 Each of n workers has its own random generators and its own copy of the data set; batch b comes from worker b % n. So a
 pass resumes at the beginning of a round of n batches. Batches of this round that were already used are read again, with
 the same draws, and dropped.

@@ -1,5 +1,7 @@
 """`copied_folder`: runs a script in a copy of its folder, and redirects its other writes into a temporary folder.
 
+The preflight of an unchanged script mustn't replace the weights of a training.
+
 The copy is the working directory, and the script's copy is run, so that relative paths and paths derived from
 `__file__` lead into the copy for all writers, including C++ and other programs. Absolute paths are redirected when the
 script passes them to Python's functions, `torch.save` and related functions, safetensors, or sqlite3. Python refuses to

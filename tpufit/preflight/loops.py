@@ -1,6 +1,6 @@
 """`Loops`: counts how often each computation of an XLA program runs, where the loops' counters can be evaluated.
 
-The compiler's figures count the body of a loop only once.
+The compiler's figures count the body of a loop only once, so the estimate for a net with loops would be too low.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`FileCache`: a bounded folder of files that later processes of the same user read."""
+"""`FileCache`: a bounded folder of files that later processes of the same user read.
+
+With TorchTPU it has the compiled programs, so that a second run of a script compiles nothing.
+"""
 
 from __future__ import annotations
 

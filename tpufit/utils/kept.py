@@ -1,5 +1,7 @@
 """`Kept`: the attributes of Python objects that change during training, to save and restore them.
 
+So a resumed training continues the counters and random generators of the user's own objects.
+
 An attribute that changes is state: a counter, a list, a random generator. PyTorch's state, in modules and optimizers,
 is saved elsewhere.
 """
