@@ -364,7 +364,7 @@ def note_before(
 
 
 def _describe_leftover(target: Target) -> str:
-    """Return the reason why no graph can take the place of a trace, because of what it has left, or ""."""
+    """Return why no graph can replace the trace, if it leaves gradients, other sums or shared memory; else ""."""
     state = target.state
     sums = target.sums
     # `hold` would lose gradients, because a tensor's gradient goes with its value.

@@ -30,9 +30,9 @@ class TracedGraph:
     values: list[Tensor]  # its inputs
     shown: list[Tensor]  # the batches and rates, as the trace showed them to the body
     roots: list[Tensor]  # its outputs
-    computed: list[Tensor]  # what the body has returned, and the graph computes
-    escaped: list[Tensor]  # what the body has stored elsewhere
-    followers: list[Follower]  # what it has stored elsewhere and shares memory with the state
+    computed: list[Tensor]  # returned by the body, and computed by the graph
+    escaped: list[Tensor]  # stored elsewhere by the body, e.g. in an attribute
+    followers: list[Follower]  # tensors stored elsewhere that share memory with the state
     result: Any  # the value that the body has returned
 
     def compile(self, cause: str) -> None:

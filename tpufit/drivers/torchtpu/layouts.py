@@ -8,7 +8,7 @@ from functools import partial
 
 from .marks import Kind, Marked, Replacement, replace_marked
 
-_MANUAL = 'mhlo.sharding = "{manual}"'  # each core has a tensor of its own
+_MANUAL = 'mhlo.sharding = "{manual}"'  # each core has its own tensor
 
 
 def layout_of(kind: str, axis: int | None, cores: int) -> str:
