@@ -1,5 +1,6 @@
 """A step that depends on state in Python, or on random numbers of the host, is traced and never replayed."""
 
+import ctypes
 import functools
 import itertools
 import random
@@ -228,6 +229,10 @@ class Slotted:
         self.value, self.inner = value, self  # itself: an endless nest
 
 
+class Point(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int))
+
+
 class Color(Enum):
     RED, BLUE = 1, 2
 
@@ -275,12 +280,16 @@ def drawn_from(generator):
         (1j, 2j),
         (bytearray(b"a"), bytearray(b"b")),
         (bytearray(100_000), bytearray(100_001)),
+        (memoryview(b"a"), memoryview(b"b")),
         (array("l", [1]), array("l", [2])),
         (timedelta(1), timedelta(2)),
         (datetime(2020, 1, 1), datetime(2020, 1, 2)),
         (date(2020, 1, 1), date(2020, 1, 2)),
         (time(1), time(2)),
         (range(3), range(4)),
+        (slice(3), slice(4)),
+        (ctypes.c_int(1), ctypes.c_int(2)),
+        (Point(1, 2), Point(1, 3)),
         (Color.RED, Color.BLUE),
     ],
     ids=lambda value: type(value).__name__,
@@ -297,7 +306,12 @@ def test_facts_of_locks_and_the_like_are_none():
 
 
 def test_facts_of_equal_native_values_are_equal():
-    for make in (lambda: Decimal(3), lambda: bytearray(b"a")):
+    for make in (
+        lambda: Decimal(3),
+        lambda: Point(1, 2),
+        lambda: bytearray(b"a"),
+        lambda: slice(Schedule(), Schedule()),
+    ):
         assert facts(make()) == facts(make()) != {}
 
 

@@ -11,12 +11,10 @@ import functools
 import itertools
 import operator
 import random
+import sys
 import types
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from datetime import date, time, timedelta
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -44,8 +42,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, t
 _SIMPLE = {int, float, bool, str, type(None)}
 _OTHER = object()
 _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
-    ((np.generic, itertools.count, range, Decimal, date, time, timedelta), repr),
-    ((bytearray, array), lambda value: _hash_buffer(memoryview(value))),
+    ((np.generic, itertools.count), repr),
     (random.Random, lambda value: hash(value.getstate())),
     (np.random.Generator, lambda value: repr(value.bit_generator.state)),
     (np.random.RandomState, lambda value: repr(value.get_state(legacy=False))),
@@ -55,6 +52,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _OF_TORCH = "torch torch_geometric torch_xla torchao torchaudio torchdata torchmetrics torchtext torchtune torchvision"
 _FIXED_MODULES = frozenset(("tpufit", "numpy", "builtins", "typing", "abc", *_OF_TORCH.split()))
 
+# The objects that a walk visits instead of what `pickle` saves of them.
+_VISITED = (Mapping, list, tuple, deque, set, frozenset, types.GeneratorType)
+
 _Variables = dict[str, tuple[Mapping[str, Any], str]]
 
 
@@ -62,9 +62,9 @@ def facts(objects: Mapping[str, Any], deep: bool = False) -> dict[str, Any]:
     """List the values that some objects keep, by name, in a comparable and hashable form.
 
     Lists their attributes and the attributes of their classes and of a module's parts, through lists, dicts and the
-    user's objects; decimal numbers, dates and times; small host tensors and arrays, and the content of a `bytearray`;
-    the positions of iterators and random number generators; and the plain values among a function's variables: its
-    closure, its defaults, and the globals that it names. Omits tensors on a device.
+    user's objects; what `pickle` saves of a `Decimal`, a `bytearray`, a `datetime` and the like; small host tensors and
+    arrays; the positions of iterators and random number generators; and the plain values among a function's variables:
+    its closure, its defaults, and the globals that it names. Omits tensors on a device.
 
     With `deep`, also follows functions to the lists, objects and functions among their variables, and lists context
     variables and the numbers in the groups and state of a user's optimizer, which may change at any time.
@@ -243,20 +243,56 @@ def _comparable(value: Any) -> Any:
         return hash(value.get_state().numpy().tobytes())
     if isinstance(value, Iterator) and not isinstance(value, types.GeneratorType):
         return operator.length_hint(value, -1)
-    return _OTHER
+    own: Any = type(value)
+    return _saved(value) if _has_native_value(own) else _OTHER
 
 
-def _hash_buffer(view: memoryview) -> tuple[int, int]:
-    """Return the size of a buffer, and the hash of its content, if it isn't large."""
-    return view.nbytes, hash(view.tobytes()) if view.nbytes <= _LARGEST_HASHED else 0
+@functools.lru_cache(maxsize=1024)
+def _has_native_value(kind: type) -> bool:
+    """True for a type of Python's library that is written in C and has no attributes, as `Decimal`, or a subclass.
+
+    Functions and methods in C are left out: they are code.
+    """
+    if issubclass(kind, _VISITED) or any("__call__" in vars(base) for base in kind.__mro__):
+        return False
+    bases = [base for base in kind.__mro__ if base is not object and not _has_attributes(base)]
+    return any(base.__module__.partition(".")[0] in sys.stdlib_module_names for base in bases)
+
+
+def _has_attributes(kind: type) -> bool:
+    return any("__dict__" in vars(base) or "__slots__" in vars(base) for base in kind.__mro__)
+
+
+def _saved(value: Any) -> Any:
+    """Return what `pickle` saves of an object, or its length if it is large; `_OTHER` if that fails, as for a lock."""
+    if isinstance(value, memoryview):
+        value = value.tobytes() if value.nbytes <= _LARGEST_HASHED else value.nbytes
+        return "memoryview", value
+    if sys.getsizeof(value) > _LARGEST_HASHED:
+        return type(value).__name__, operator.length_hint(value, -1)
+    try:
+        saved = value.__reduce_ex__(4)
+    except Exception:  # any error, because a user's subclass may define the method
+        return _OTHER
+    return type(value).__name__, saved if isinstance(saved, str) else _frozen(saved[1:3], _DEPTH)
+
+
+def _frozen(content: Any, depth: int) -> Any:
+    """Return what `pickle` saves in a comparable and hashable form, to the remaining depth."""
+    if isinstance(content, Mapping):
+        content = tuple(content.items())
+    if isinstance(content, (tuple, list)):
+        return tuple(_frozen(item, depth - 1) for item in content[:_ITEMS]) if depth else len(content)
+    plain = _comparable(content)
+    return type(content).__qualname__ if plain is _OTHER else plain
 
 
 def _digest(value: Tensor | np.ndarray) -> int:
     """Hash an array's content, if it isn't large."""
     if value.nbytes > _LARGEST_HASHED or (isinstance(value, Tensor) and value.layout is not torch.strided):
         return 0
-    content = value.detach().contiguous().view(torch.uint8).numpy() if isinstance(value, Tensor) else value
-    return 0 if content.dtype.hasobject else hash(content.tobytes())
+    array = value.detach().contiguous().view(torch.uint8).numpy() if isinstance(value, Tensor) else value
+    return 0 if array.dtype.hasobject else hash(array.tobytes())
 
 
 def has_fixed_variables(thing: type | types.FunctionType) -> bool:
