@@ -67,6 +67,42 @@ def test_a_second_process_compiles_nothing(run, folder):
     assert files(folder) == kept
 
 
+FLASH = (
+    TRAINING
+    + """
+from torch.nn import functional as F
+from tpufit.runtime.trace_context import tracing_with
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(9, 96)
+
+    def forward(self, x):
+        q, k, v = self.words(x).unflatten(-1, (3, 1, 32)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).mean((1, 2))
+
+def attended(length):
+    torch.manual_seed(0)
+    model = tpufit.Model(Attends())
+    model.compile("sgd", "cross_entropy", attention="flash")
+    x = torch.arange(2 * length).view(2, -1) % 9
+    with tracing_with(interprets_flash=True):
+        return model.fit(x, torch.tensor([1, 2]), 2, verbose=0, cores=1).history["loss"]
+
+"""
+)
+
+
+@pytest.mark.slow
+def test_flash_attention_is_found_after_that_of_another_length(run, folder):
+    pytest.importorskip("jax")
+    first = run(FLASH + "tell(attended(128))")
+    assert first["compiled"] == 1
+    both = run(FLASH + "tell([attended(256), attended(128)][1])")
+    assert both == {"losses": first["losses"], "compiled": 1}
+
+
 @pytest.mark.slow
 def test_damaged_and_foreign_programs_are_compiled_anew(run, folder):
     first = run()

@@ -5,6 +5,7 @@ A trace only marks a call, see `marks`. TorchTPU's own call of a JAX function is
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class JaxCalls:
         """See `Driver.jax_call`."""
         exported = export(function, arguments, platform)
         number = len(self._functions)
-        self._functions.append(_as_function(exported.mlir_module(), f"{name}_{number}"))
+        self._functions.append(_as_function(exported.mlir_module(), name))
         jax = import_module("jax")
         results = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in exported.out_avals]
         return partial(self._call, number, [(one.shape, getattr(torch, one.dtype.name)) for one in results]), results
@@ -70,7 +71,7 @@ class JaxCalls:
 
     def insert(self, text: str) -> str:
         """Return a graph's text with calls in place of their marks, and with the functions."""
-        called: dict[int, _Function] = {}
+        called: dict[str, _Function] = {}
         text = replace_marked(text, "called", partial(self._write, called))
         if not called:
             return text
@@ -78,10 +79,11 @@ class JaxCalls:
         functions = "\n".join(function.text for function in called.values())
         return f"{text[:end]}{functions}\n{text[end:]}"
 
-    def _write(self, called: dict[int, _Function], marked: Marked) -> Replacement | None:
+    def _write(self, called: dict[str, _Function], marked: Marked) -> Replacement | None:
         if marked.kind is not Kind.CALL:
             return None
-        function = called[marked.number] = self._functions[marked.number]
+        function = self._functions[marked.number]
+        called[function.name] = function
         count = len(function.types)
         given = len(marked.operands) - count
         operands, types = ", ".join(marked.operands[:given]), ", ".join(marked.types[:given])
@@ -92,7 +94,11 @@ class JaxCalls:
 
 
 def _as_function(module: str, name: str) -> _Function:
-    """Turn the text of a JAX module into functions whose names begin with a name."""
+    """Turn the text of a JAX module into functions whose names begin with a name.
+
+    The names also contain a hash of the text, not a number, so that a later process finds the step in the cache of
+    programs even if it calls other functions before.
+    """
     mlir = import_module("jax._src.interpreters.mlir")
     with mlir.make_ir_context():
         operation = mlir.ir.Module.parse(module).operation
@@ -102,6 +108,7 @@ def _as_function(module: str, name: str) -> _Function:
     scope = find_mark(text)  # in newer releases of JAX only the call of a kernel's function has it
     lines = [_RESULT_NAME.sub("", _shorten_locations(line, scope)) for line in text.strip().split("\n")[1:-1]]
     body = "\n".join(lines)
+    name = f"{name}_{hashlib.blake2b(body.encode(), digest_size=8).hexdigest()}"
     for defined in set(_DEFINED.findall(body)):
         new = name if defined == "main" else f"{name}_{defined}"
         body = re.sub(rf"((?:call|func\.func|public|private) )@{defined}\b", rf"\1@{new}", body)

@@ -16,6 +16,7 @@ from torch import Tensor
 _MARKED = re.compile(
     r"( *)(%[^\s:]+):\d+ = stablehlo\.optimization_barrier (.+) : (.+), tensor<0x(\d+)x(\d+)x0xi8>(?: loc\(.*\))?$"
 )
+_MARK = re.compile(r" *%\S+ = stablehlo\.constant \S+ : tensor<0x(\d+)x\d+x0xi8>(?: loc\(.*\))?$")
 _RESULT = re.compile(r"(%\w+)#(\d+)\b")
 
 
@@ -59,16 +60,18 @@ def mark_of(kind: Kind, number: int = 0) -> Tensor:
 def replace_marked(text: str, prefix: str, replace: Callable[[Marked], Replacement | None]) -> str:
     """Return the text with other lines in place of marked barriers, unless `replace` returns None.
 
-    New names begin with `prefix`.
+    New names begin with `prefix`. The marks are removed, because the numbers of functions differ between processes.
 
     Example:
-        >>> text = "%1:2 = stablehlo.optimization_barrier %0, %c : tensor<8xi1>, tensor<0x0x2x0xi8>"
+        >>> text = "%c = stablehlo.constant dense<0> : tensor<0x0x2x0xi8>"
+        >>> text += "\\n%1:2 = stablehlo.optimization_barrier %0, %c : tensor<8xi1>, tensor<0x0x2x0xi8>"
         >>> text += "\\nreturn %1#0 : tensor<8xi1>"
         >>> print(replace_marked(text, "new", lambda marked: ([f"{marked.new} = ..."], [marked.new])))
         %new_0 = ...
         return %new_0 : tensor<8xi1>
     """
-    lines = []
+    lines: list[str] = []
+    replaced = set[Kind]()
     results: dict[str, Sequence[str]] = {}  # of replaced barriers of this function, by the barrier's name
     count = 0
     for line in text.split("\n"):
@@ -87,9 +90,10 @@ def replace_marked(text: str, prefix: str, replace: Callable[[Marked], Replaceme
             lines.append(line)
         else:
             new, results[name] = replacement
+            replaced.add(marked.kind)
             lines += [f"{indent}{one}" for one in new]
             count += 1
-    return "\n".join(lines)
+    return "\n".join(line for line in lines if not ((mark := _MARK.match(line)) and int(mark[1]) in replaced))
 
 
 def _result_of(results: dict[str, Sequence[str]], match: re.Match[str]) -> str:
