@@ -123,8 +123,8 @@ def test_a_host_that_hangs_is_named(tmp_path):
     fit(None, At(4, lambda model: time.sleep(1000 * me)))
     """
     # It waits 60 s for a host that isn't silent: this number times the seconds of silence.
-    patience = "from tpufit.hosts import group; group._PATIENCE = 0.1"
-    ended = Pod(2, 2, tmp_path, env=PATIENT).run(COMMON + textwrap.dedent(code), host0=patience, host1=patience)
+    env = PATIENT | {"POD_PATIENCE": "0.1"}
+    ended = Pod(2, 2, tmp_path, env=env).run(COMMON + textwrap.dedent(code))
     assert [host.code for host in ended] == [1, 75], said(ended)
     assert "don't answer: process 0: train of epoch 1, batch 4, waiting for the others, process" in ended[0].err
     assert "process 1: train of epoch 1, batch 4. Start" in ended[0].err

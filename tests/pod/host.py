@@ -4,6 +4,10 @@ import os
 import sys
 from importlib.util import find_spec
 
+from tpufit.hosts import group
+
+if "POD_PATIENCE" in os.environ:  # before the hosts connect
+    group._PATIENCE = float(os.environ["POD_PATIENCE"])
 if find_spec("torch_xla"):
     os.environ["PJRT_DEVICE"] = "POD"
     from torch_xla.experimental import plugins
