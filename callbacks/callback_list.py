@@ -9,7 +9,7 @@ from ..errors import ArgumentError, CallbackError
 from ..hosts import is_first
 from ..step import warn_of_uncalled_hooks
 from ..utils.counters import time_function
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .base import Callback, RateCallback, TrainedModel
 from .history import History
 from .progbar_logger import ProgbarLogger

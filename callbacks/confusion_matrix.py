@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from ..diagnostics import plots
 from ..errors import ArgumentError, join_few, require_whole
 from ..hosts import is_first
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .base import Callback, Logs
 
 

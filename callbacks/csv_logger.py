@@ -9,7 +9,7 @@ from ..errors import ArgumentError
 from ..utils.failed_writes import FailedWrites
 from ..utils.files import require_replaceable
 from ..utils.urls import is_url
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from ._support.csv_table import CSVFile
 from .base import Callback, Logs
 

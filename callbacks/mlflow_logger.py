@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import TrackerError
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .tracker_callback import TrackerCallback, first_line, require_reachable
 
 

@@ -11,7 +11,7 @@ from ..errors import ArgumentError, CheckpointNotWrittenError
 from ..step import explain_arguments
 from ..utils.failed_writes import FailedWrites
 from ..utils.terminal import say
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from ._support.checkpoint_path import CheckpointPath
 from ._support.frequency import SaveRule
 from ._support.scalars import as_scalar, as_text

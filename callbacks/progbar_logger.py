@@ -10,9 +10,9 @@ from rich.text import Text
 from ..errors import ArgumentError
 from ..runtime import tracing_since
 from ..utils.terminal import can_draw, standard_output
-from ._support.canvas import Canvas, open_canvas, print_line
 from ._support.clock import Clock
 from ._support.progress_line import ProgressLine
+from ._support.redrawn_line import Canvas, open_canvas, print_line
 from ._support.scalars import extract_scalars
 from .base import Callback, Logs
 

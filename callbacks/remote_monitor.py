@@ -8,7 +8,7 @@ from http.client import HTTPException
 from typing import Any
 
 from ..errors import ArgumentError
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .base import Callback, Logs
 
 _TIMEOUT = 10.0  # seconds

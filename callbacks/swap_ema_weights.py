@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .base import Callback, Logs
 
 

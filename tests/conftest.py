@@ -218,11 +218,11 @@ def compiles_anew() -> Iterator[None]:
         driver()._programs.clear()
         yield
         return
-    from tpufit.drivers.xla import lowering
+    from tpufit.drivers.xla import graph_hash
 
-    given, number = lowering.variables, next(_numbers)
+    given, number = graph_hash.variables, next(_numbers)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lowering, "variables", lambda: (*given(), f"test={number}"))
+        patch.setattr(graph_hash, "variables", lambda: (*given(), f"test={number}"))
         yield
 
 

@@ -186,7 +186,7 @@ class Parent:
         option = self.config.option
         command = [sys.executable, "-m", "pytest", f"--on-cores={count_of(items[0])}", f"--journal={journal}"]
         command += [f"--rootdir={self.config.rootpath}", "-p", "no:cacheprovider"]
-        # The child is a fork of a process that has already imported plugins of pytest (see `warm.py`).
+        # The child is a fork of a process that has already imported plugins of pytest (see `fork_server.py`).
         command += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
         # Hypothesis's summary imports all of Hypothesis, also for tests that don't use it.
         command += ["-p", "no:hypothesispytest"]

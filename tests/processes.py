@@ -1,6 +1,6 @@
 """Processes for tests. Each has its own process group, and is killed after its time limit or at the end of its test.
 
-They are forks of a process that has imported PyTorch and tpufit (`warm.py`), or new processes.
+They are forks of a process that has imported PyTorch and tpufit (`fork_server.py`), or new processes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
-import warm
-from warm import Command
+import fork_server
+from fork_server import Command
 
 GRACE = 10.0  # seconds to write the stacks of all threads
 # Sets PR_SET_PDEATHSIG (1) of prctl(2): Linux kills the command when pytest ends. The setting survives exec.
 LEASH = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
-Process = subprocess.Popen[bytes] | warm.Forked
-SERVER = warm.Server()  # each process of pytest has its own
+Process = subprocess.Popen[bytes] | fork_server.Forked
+SERVER = fork_server.Server()  # each process of pytest has its own
 
 
 def run(command: Command, *, timeout: float, fresh: bool = False, **popen: Any) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` with text output and a timeout that also ends grandchildren.
 
     Args:
-        fresh: False if the process may be a fork of a process that has imported PyTorch and tpufit (see `warm.py`).
+        fresh: False if it may be a fork of a process that has imported PyTorch and tpufit (see `fork_server.py`).
 
     Raises:
         subprocess.TimeoutExpired: The process took longer than `timeout` seconds. Its output ends with the stacks.
@@ -110,7 +110,7 @@ def ends(process: Process, deadline: Callable[[], float]) -> bool:
 
 def has_exited(process: Process) -> bool:
     """True if a process has ended. Its process id isn't given to another process yet."""
-    if isinstance(process, warm.Forked):
+    if isinstance(process, fork_server.Forked):
         return process.poll() is not None
     # Not poll(), which reaps the process.
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -10,7 +10,7 @@ from torch import nn
 
 import tpufit
 from tpufit.callbacks import Callback
-from tpufit.data import inline, prefetch
+from tpufit.data import inline_reader, prefetch
 from tpufit.diagnostics import messages as advice
 from tpufit.trainer import loop
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cores(1)
 def now(monkeypatch):
     """The time, in a list: it passes only when a test adds to it."""
     time = [0.0]
-    for module in (inline, loop, prefetch):
+    for module in (inline_reader, loop, prefetch):
         monkeypatch.setattr(module, "perf_counter", lambda: time[0])
     return time
 

@@ -452,7 +452,7 @@ class Doubles(nn.Module):
 
 def test_a_step_may_change_its_batch_and_an_unread_tensor(cores, monkeypatch):
     # An audit is made if enough time has passed since the last one: with this clock only a pass's first.
-    monkeypatch.setattr("tpufit.runtime.audits.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("tpufit.runtime.replay_audits.perf_counter", lambda: 0.0)
 
     def run(in_place, **how):
         torch.manual_seed(0)

@@ -13,7 +13,7 @@ from test_floors import SOURCES, imports, strings
 
 from tpufit import backend, runtime
 from tpufit.backend import eager
-from tpufit.backend.functions import Backend
+from tpufit.backend.device_functions import Backend
 from tpufit.drivers.torchtpu.driver import TorchTpuDriver
 from tpufit.drivers.xla.driver import XlaDriver
 from tpufit.metrics import PassMetrics

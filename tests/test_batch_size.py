@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import tpufit
 from tpufit.errors import ArgumentError, OutOfMemoryError
-from tpufit.preflight.slices import slice_with
-from tpufit.trainer.batch_size import find_largest
+from tpufit.preflight.tpu_slices import slice_with
+from tpufit.trainer.auto_batch_size import find_largest
 from tpufit.utils import hardware, releases
 from tpufit.utils.hardware import CHIPS, GENERATIONS
 

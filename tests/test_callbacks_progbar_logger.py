@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_model import FakeModel
+from pseudo_terminal import in_a_terminal, on_screen
 from rich.console import Console
-from screen import in_a_terminal, on_screen
 
 from tpufit.callbacks import ProgbarLogger
 from tpufit.callbacks._support.progress_line import ProgressLine

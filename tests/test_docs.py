@@ -102,8 +102,8 @@ def test_the_links_of_a_page_have_targets(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_files_that_a_page_names_exist(name):
-    named = re.findall(r"\b(?:examples|docs|tests|callbacks|tpufit)/[\w/]+\.\w+", PAGES[name].text)
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    metric_names = re.findall(r"\b(?:examples|docs|tests|callbacks|tpufit)/[\w/]+\.\w+", PAGES[name].text)
+    assert [path for path in metric_names if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name not in ("benchmarks.md", "README.md")])
@@ -167,10 +167,10 @@ def test_every_public_name_is_in_the_reference():
 
 def test_every_name_of_a_loss_a_metric_or_an_optimizer_is_in_the_reference():
     from tpufit import losses, optimizers
-    from tpufit.metrics import named
+    from tpufit.metrics import metric_names
 
     text = (SITE / "reference" / "names.md").read_text()
-    names = [*losses.NAMES, *named.NAMES, *optimizers.NAMES]
+    names = [*losses.NAMES, *metric_names.NAMES, *optimizers.NAMES]
     assert [name for name in names if f"`{name}`" not in text] == []
 
 

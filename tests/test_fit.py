@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from call_costs import spent
 from sklearn.datasets import load_digits
-from spent import spent
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset

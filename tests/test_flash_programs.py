@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import tpufit
 from tpufit.preflight.hlo import operations
-from tpufit.preflight.slices import slice_of
+from tpufit.preflight.tpu_slices import slice_of
 from tpufit.runtime import KernelWork
 
 TIME, WIDTH, WORDS = 2048, 256, 256

@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 def nested(pytester, monkeypatch):
     """Run pytest on a test file with this project's settings and harness."""
     tests = pytester.mkdir("tests")
-    for name in ("conftest.py", "on_cores.py", "processes.py", "warm.py", "xla_flags.py"):
+    for name in ("conftest.py", "on_cores.py", "processes.py", "fork_server.py", "xla_flags.py"):
         shutil.copy(HERE / name, tests)
     shutil.copy(HERE.parent / "setup.cfg", pytester.path)
     pytester.makepyfile(torch_xla="")  # a stand-in, because the real package takes seconds

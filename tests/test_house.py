@@ -115,7 +115,7 @@ def test_every_warning_names_the_users_line():
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("warnings.warn", "logging.warning"))
     ]
-    assert {place.partition(":")[0] for place in own} == {"tpufit/utils/users_code.py"}, own
+    assert {place.partition(":")[0] for place in own} == {"tpufit/utils/user_code.py"}, own
 
 
 # Calls that change the process outside of the code that makes them.
@@ -169,7 +169,9 @@ def test_every_change_of_the_process_is_listed():
         others = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
         if any(changes_the_process(node, others) for node in ast.walk(tree)):
             changing.add(path.relative_to(ROOT).as_posix().removeprefix("tpufit/"))
-    listed = re.findall(r"^\| `([a-z_/]+\.py)` \|", (ROOT / "tpufit/utils/patches.py").read_text(), re.MULTILINE)
+    listed = re.findall(
+        r"^\| `([a-z_/]+\.py)` \|", (ROOT / "tpufit/utils/process_changes.py").read_text(), re.MULTILINE
+    )
     assert changing == set(listed)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from spent import spent
+from call_costs import spent
 
 from tpufit import runtime
 from tpufit.backend import HOST

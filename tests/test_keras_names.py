@@ -158,7 +158,7 @@ KERAS = """
 
 
 def test_every_keras_metric_exists_or_has_a_hint():
-    from tpufit.metrics.named import NAMES
+    from tpufit.metrics.metric_names import NAMES
 
     assert [name for name in KERAS.split() if (name in NAMES) == (name in NEAREST)] == []
     assert NEAREST.keys() <= {*KERAS.split(), "mean", "mean_metric_wrapper", "sum"}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tpufit
-from tpufit.metrics.extra import best_class
+from tpufit.metrics.extra_metrics import best_class
 from tpufit.runtime.ops.kernels import replace_kernels
 from tpufit.runtime.ops.views import restore_rows, slice_base
 from tpufit.runtime.trace_context import tracing_with

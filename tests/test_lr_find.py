@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, BATCH
+from call_costs import spent
 from engines import engine_of
 from sklearn.datasets import load_digits
-from spent import spent
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

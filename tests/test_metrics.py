@@ -12,7 +12,7 @@ from tpufit.backend import HOST
 from tpufit.errors import ArgumentError, ReplayError, UnknownNameError
 from tpufit.metrics import LazyLogs, PassMetrics
 from tpufit.metrics.metric import Metric
-from tpufit.metrics.sums import SumTable
+from tpufit.metrics.sum_table import SumTable
 
 
 def run(metric, batches):

@@ -15,7 +15,7 @@ from tpufit import metrics, runtime
 from tpufit.backend import HOST
 from tpufit.errors import ArgumentError, UnknownNameError
 from tpufit.metrics import PassMetrics
-from tpufit.metrics.extra import RowMean
+from tpufit.metrics.extra_metrics import RowMean
 from tpufit.runtime.driver import driver
 
 on_cores = pytest.mark.cores(1, 8, timeout=300)

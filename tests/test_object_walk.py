@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tpufit.utils.kept import Kept
 from tpufit.utils.python_state import facts
+from tpufit.utils.saved_attributes import Kept
 
 
 class Counter:

@@ -14,7 +14,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.callbacks import Callback, LRScheduler, ModelCheckpoint
 from tpufit.errors import ArgumentError
-from tpufit.optimizers.decays import Decays
+from tpufit.optimizers.beta_powers import BetaPowers
 from tpufit.runtime.driver import driver
 
 pytestmark = pytest.mark.cores(1, 8, timeout=600, quick=False)
@@ -265,7 +265,7 @@ def test_a_beta_near_1_is_as_exact_as_in_pytorch(cores, kind, varies):
 @pytest.mark.parametrize("base", [0.9, 0.999, 0.9999, 0.9999999])
 def test_radams_average_has_the_length_of_exact_numbers(cores, base):
     for steps in (1, 2, 5, 6, 100, 999, 1001, 20_000, 10_000_000):
-        decays, counter = Decays(), torch.tensor(float(steps))
+        decays, counter = BetaPowers(), torch.tensor(float(steps))
 
         def noted(name, left, right, decays=decays):
             result = getattr(torch.Tensor, name)(left, right)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from spent import spent
+from call_costs import spent
 
 from tpufit import runtime
 from tpufit.backend import HOST, Sharding
 from tpufit.metrics import PassMetrics
 from tpufit.runtime.driver import driver
-from tpufit.runtime.recorder import Recorder
+from tpufit.runtime.program_recorder import Recorder
 
 pytestmark = pytest.mark.cores(1, 8, quick=True)
 

@@ -28,9 +28,9 @@ from tpufit.preflight import Comparison, PreflightReport
 from tpufit.preflight.analysis import Collective, CompiledProgram, Cost, Memory, analyse
 from tpufit.preflight.hlo import arguments_of, arrays_of, operations
 from tpufit.preflight.pickling import pickle_training
-from tpufit.preflight.plan import plan_of
-from tpufit.preflight.slices import slice_of
-from tpufit.trainer.arguments import TrainingData, ValidationData
+from tpufit.preflight.preflight_plan import plan_of
+from tpufit.preflight.tpu_slices import slice_of
+from tpufit.trainer.fit_arguments import TrainingData, ValidationData
 
 pytestmark = pytest.mark.runtime("torch_xla")
 

@@ -19,10 +19,10 @@ from tpufit.preflight.analysis import analyse
 from tpufit.preflight.children import run
 from tpufit.preflight.hlo import operations, products_of
 from tpufit.preflight.pickling import pickle_training
-from tpufit.preflight.plan import ENVIRON, PLAN, TRACED
-from tpufit.preflight.runs import PreflightRun
-from tpufit.preflight.slices import slice_of
-from tpufit.trainer.arguments import TrainingData, ValidationData
+from tpufit.preflight.preflight_plan import ENVIRON, PLAN, TRACED
+from tpufit.preflight.run_preflight import PreflightRun
+from tpufit.preflight.tpu_slices import slice_of
+from tpufit.trainer.fit_arguments import TrainingData, ValidationData
 
 pytestmark = pytest.mark.slow
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tpufit.errors import UnknownNameError
-from tpufit.preflight.slices import SLICES, slice_of
+from tpufit.preflight.tpu_slices import SLICES, slice_of
 
 # Name: chips, topology, hosts.
 PUBLISHED = {

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from screen import in_a_terminal, on_screen
+from pseudo_terminal import in_a_terminal, on_screen
 
 ROOT = Path(__file__).resolve().parent.parent
 FIT = """

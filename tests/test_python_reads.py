@@ -155,7 +155,7 @@ class ByBatch(Sees):
 @pytest.mark.parametrize("name", SOME)
 def test_single_batches(cores, name, monkeypatch):
     # An audit is made only if enough time has passed since the last one, so here each step takes long.
-    monkeypatch.setattr("tpufit.runtime.audits.perf_counter", count(0, 1000).__next__)
+    monkeypatch.setattr("tpufit.runtime.replay_audits.perf_counter", count(0, 1000).__next__)
     assert len(ByBatch(cores, name).announced) == 1
 
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from spent import spent
+from call_costs import spent
 
 from tpufit import runtime
 from tpufit.backend import HOST, Sharding

@@ -12,7 +12,7 @@ from tpufit.backend import HOST
 from tpufit.errors import CheckpointMismatchError
 from tpufit.optimizers import UpdatePlan
 from tpufit.runtime.driver import driver
-from tpufit.step.config import CompileConfig
+from tpufit.step.compile_config import CompileConfig
 from tpufit.step.state import TrainNumbers, TrainState
 
 pytestmark = pytest.mark.cores(1, 8, quick=True)

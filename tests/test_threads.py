@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import tpufit
-from tpufit.backend.threads import Turns, turns
+from tpufit.backend.device_turns import Turns, turns
 from tpufit.callbacks import Callback
 from tpufit.errors import BusyError
-from tpufit.runtime.lazy import find_alive
-from tpufit.runtime.own_thread import guarding
-from tpufit.utils.collector import collector
+from tpufit.runtime.pending_tensors import find_alive
+from tpufit.runtime.thread_guard import guarding
+from tpufit.utils.garbage_collector import collector
 
 X = np.random.default_rng(0).random((64, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -151,7 +151,7 @@ def test_many_threads_never_overlap():
 
 
 def test_a_thread_that_is_waited_for_is_refused(monkeypatch):
-    monkeypatch.setattr("tpufit.backend.threads._PATIENCE", 0.5)
+    monkeypatch.setattr("tpufit.backend.device_turns._PATIENCE", 0.5)
     turns = Turns()
     with turns.taking_turn("fit"):
         thread, answers = in_thread(lambda: turns.taking_turn("predict").__enter__())
@@ -271,7 +271,7 @@ def test_data_may_ask_the_model_that_they_train(cores):
 
 @pytest.mark.cores(1)
 def test_a_callback_that_waits_for_a_thread_never_hangs(cores, monkeypatch):
-    monkeypatch.setattr("tpufit.backend.threads._PATIENCE", 0.5)
+    monkeypatch.setattr("tpufit.backend.device_turns._PATIENCE", 0.5)
 
     class Waiting(Callback):
         def on_epoch_end(self, epoch, logs=None):

@@ -11,11 +11,11 @@ TRACE = """
     from pathlib import Path
     import torch, tpufit
     from torch import nn
-    from tpufit.preflight.plan import TRACED
-    from tpufit.preflight.runs import PreflightRun
-    from tpufit.preflight.slices import slice_of
+    from tpufit.preflight.preflight_plan import TRACED
+    from tpufit.preflight.run_preflight import PreflightRun
+    from tpufit.preflight.tpu_slices import slice_of
     from tpufit.data.user_data import recognize
-    from tpufit.trainer.arguments import TrainingData, ValidationData
+    from tpufit.trainer.fit_arguments import TrainingData, ValidationData
 
     def traced(net, on, rows, compile=None, **data):
         model = tpufit.Model(net)
@@ -44,7 +44,7 @@ def test_the_traced_program_equals_the_step(run_python, tmp_path):
     import torch, tpufit
     from torch.nn import functional as F
     from tpufit import runtime
-    from tpufit.drivers.torchtpu.modes import computing
+    from tpufit.drivers.torchtpu.compute_modes import computing
     from tpufit.drivers.torchtpu.programs import compile_text
 
     runtime.start(1, "test")
@@ -143,7 +143,7 @@ def test_torchtpu_parses_the_program_of_flash_attention(run_python, tmp_path):
     code = """
     from pathlib import Path
     from tpufit import runtime
-    from tpufit.drivers.torchtpu.names import names
+    from tpufit.drivers.torchtpu.private_names import names
 
     runtime.start(1, "test")
     text = names().serialize_text(names().parse_text(Path("text").read_text()))

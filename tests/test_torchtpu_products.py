@@ -1,4 +1,4 @@
-"""Products in the text of a graph keep their dimensions, with the same results: `drivers/torchtpu/products.py`."""
+"""Products in a graph's text keep their dimensions, with the same results: `drivers/torchtpu/rewrite_products.py`."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchtpu_texts import compare
 
-from tpufit.drivers.torchtpu.products import unflatten_products
+from tpufit.drivers.torchtpu.rewrite_products import unflatten_products
 
 pytestmark = pytest.mark.runtime("torch_tpu")
 

@@ -1,4 +1,4 @@
-"""A slice takes a tensor before its dimensions are merged, with the same results: `drivers/torchtpu/slices.py`."""
+"""A slice takes a tensor before its dimensions are merged, with the same results (`rewrite_slices.py`)."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchtpu_texts import compare
 
-from tpufit.drivers.torchtpu.slices import slice_before_merging
+from tpufit.drivers.torchtpu.rewrite_slices import slice_before_merging
 
 pytestmark = pytest.mark.runtime("torch_tpu")
 

@@ -50,4 +50,4 @@ def test_only_tpufits_frames_are_folded(run_python):
         assert re.search(rf"-> \d+ +{re.escape(line)}", callback), line
     assert callback.count("tpufit/") == 1 and callback.count("skipping hidden") == 2
     for everything in (full, python):
-        assert {"threads.py", "fitting.py", "loop.py"} <= set(re.findall(r"\w+\.py", everything))
+        assert {"device_turns.py", "run_fit.py", "loop.py"} <= set(re.findall(r"\w+\.py", everything))

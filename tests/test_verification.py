@@ -18,10 +18,10 @@ from tpufit import verification
 from tpufit.__main__ import main
 from tpufit.checkup.checks import Row
 from tpufit.utils.hardware import CHIPS
-from tpufit.verification import endings, memory, nets, numerics, sameness, speed, starting
-from tpufit.verification.anonymous import anonymize
+from tpufit.verification import device_start, equivalence, memory, nets, numerics, resumption, speed
+from tpufit.verification.all_checks import CHECKS
+from tpufit.verification.anonymize import anonymize
 from tpufit.verification.check import NONE, Check, Figure, Process, Setting
-from tpufit.verification.plan import CHECKS
 from tpufit.verification.report import Verification
 from tpufit.verification.runner import (
     FAILED,
@@ -166,8 +166,8 @@ def wrong(figures):
 
 def test_an_error_of_the_doctor_is_detected(monkeypatch, tmp_path):
     row = Row("torch", "error", "2.7", "install 2.9")
-    monkeypatch.setattr(starting, "CHECKS", [*starting.CHECKS, lambda facts: [row]])
-    found = list(starting.doctor(Setting(None, tmp_path, tmp_path)))
+    monkeypatch.setattr(device_start, "CHECKS", [*device_start.CHECKS, lambda facts: [row]])
+    found = list(device_start.doctor(Setting(None, tmp_path, tmp_path)))
     assert wrong(found) == ["errors"] and Figure("torch", "error: 2.7. install 2.9") in found
 
 
@@ -175,7 +175,7 @@ def test_an_error_of_the_doctor_is_detected(monkeypatch, tmp_path):
 def test_a_training_that_learns_nothing_is_detected(cores, tmp_path, monkeypatch):
     compile, upwards = tpufit.Model.compile, partial(torch.optim.SGD, lr=0.01, maximize=True)
     monkeypatch.setattr(tpufit.Model, "compile", lambda model, _, loss, **how: compile(model, upwards, loss, **how))
-    assert wrong(starting.train_tiny_net(setting(cores, tmp_path))) == ["last loss / first"]
+    assert wrong(device_start.train_tiny_net(setting(cores, tmp_path))) == ["last loss / first"]
 
 
 @pytest.mark.cores(1, quick=False)
@@ -241,18 +241,20 @@ def altered(monkeypatch, option):
 @pytest.mark.parametrize(
     ("part", "option", "seen"),
     [
-        pytest.param(sameness.check_replay, "jit_compile", "replayed: tensors that differ", id="replayed"),
+        pytest.param(equivalence.check_replay, "jit_compile", "replayed: tensors that differ", id="replayed"),
         pytest.param(
-            sameness.check_replay,
+            equivalence.check_replay,
             "steps_per_execution",
             "4 steps in one program: losses",
             id="joined",
             marks=pytest.mark.soak,
         ),
-        pytest.param(sameness.check_recomputation, "remat", "remat=True: losses", id="remat", marks=pytest.mark.soak),
-        pytest.param(sameness.check_sharding, "shard", "shard='fsdp': losses", id="shard", marks=pytest.mark.soak),
         pytest.param(
-            sameness.check_uneven_batch,
+            equivalence.check_recomputation, "remat", "remat=True: losses", id="remat", marks=pytest.mark.soak
+        ),
+        pytest.param(equivalence.check_sharding, "shard", "shard='fsdp': losses", id="shard", marks=pytest.mark.soak),
+        pytest.param(
+            equivalence.check_uneven_batch,
             "matmul_precision",
             "evaluated loss against PyTorch",
             id="uneven",
@@ -268,10 +270,10 @@ def test_a_training_that_differs_is_detected(cores, tmp_path, monkeypatch, part,
 @pytest.mark.cores(1, quick=False)
 def test_dropout_that_differs_is_detected(cores, tmp_path, monkeypatch):
     here = setting(cores, tmp_path)
-    assert list(sameness.compute_alone(here)) == [] and wrong(sameness.compare_cores(here)) == []
+    assert list(equivalence.compute_alone(here)) == [] and wrong(equivalence.compare_cores(here)) == []
     another = lambda module, x: x.masked_fill(x.cumsum(1) % 4 == 0, 0)  # noqa: E731
-    monkeypatch.setattr(sameness._Dropping, "forward", another)
-    assert wrong(sameness.compare_cores(here)) == ["elements that dropout treats differently"]
+    monkeypatch.setattr(equivalence._Dropping, "forward", another)
+    assert wrong(equivalence.compare_cores(here)) == ["elements that dropout treats differently"]
 
 
 @pytest.mark.soak_on(8)
@@ -299,13 +301,13 @@ def test_a_resumed_training_that_is_one_step_off_is_seen(cores, tmp_path, monkey
             model.train_on_batch(x[:8], y[:8])
 
     monkeypatch.setattr(tpufit.Model, "fit", one_more)
-    assert wrong(endings.interrupted(here)) == ["steps more than uninterrupted", "tensors that differ"]
+    assert wrong(resumption.interrupted(here)) == ["steps more than uninterrupted", "tensors that differ"]
 
 
 @pytest.mark.cores(1, quick=False)
 def test_a_training_that_began_anew_is_seen(cores, tmp_path):
     """Nothing was there to go on from: that the weights agree shows nothing."""
-    assert wrong(endings.check_resume(setting(cores, tmp_path))) == ["remaining batches"]
+    assert wrong(resumption.check_resume(setting(cores, tmp_path))) == ["remaining batches"]
 
 
 @pytest.mark.cores(1, quick=False)
@@ -337,10 +339,10 @@ class Clock:
 @pytest.mark.cores(1, quick=False)
 def test_a_slow_checkpoint_is_seen_on_a_tpu(cores, tmp_path, monkeypatch):
     here = setting(cores, tmp_path)
-    monkeypatch.setattr(endings, "_WIDTH", 64)
+    monkeypatch.setattr(resumption, "_WIDTH", 64)
     for slow, seen in ((2.0, []), (11.0, ["checkpoint / copy"])):
-        monkeypatch.setattr(endings, "perf_counter", Clock(0.0, slow, 20.0, 21.0))
-        found = list(endings.checkpoint(here))
+        monkeypatch.setattr(resumption, "perf_counter", Clock(0.0, slow, 20.0, 21.0))
+        found = list(resumption.checkpoint(here))
         assert wrong(found) == seen and all(figure.on_tpu for figure in found if figure.bounded)
 
 
@@ -418,7 +420,7 @@ while not (installed / "pod-0.dist-info" / "entry_points.txt").exists():
 sys.path.append(str(installed))
 
 from tpufit import verification
-from tpufit.verification.plan import CHECKS
+from tpufit.verification.all_checks import CHECKS
 
 # The cores of this pod are those of a CPU.
 report = verification.verify("report.json", quick=True, checks=[check for check in CHECKS if not check.only_tpu])
@@ -481,7 +483,7 @@ def test_the_most_telling_checks_pass_here(tmp_path, monkeypatch):
 def shown():
     import importlib.util
 
-    path = Path(__file__).parents[1] / "docs" / "shown.py"
+    path = Path(__file__).parents[1] / "docs" / "tpu_reports.py"
     spec = importlib.util.spec_from_file_location("shown", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -11,8 +11,8 @@ def compare(
     rewrite: Callable[[str], str], compute: Callable[..., Tensor], *values: Tensor
 ) -> tuple[Tensor, Tensor, str]:
     """Return the results of a computation by its graph's text, unchanged and rewritten; and the rewritten text."""
-    from tpufit.drivers.torchtpu.modes import computing, noting
-    from tpufit.drivers.torchtpu.names import names
+    from tpufit.drivers.torchtpu.compute_modes import computing, noting
+    from tpufit.drivers.torchtpu.private_names import names
     from tpufit.drivers.torchtpu.programs import compile_text, text_of
 
     runtime.start(1, "test")

@@ -70,7 +70,7 @@ def preflight(chosen: argparse.Namespace) -> int:
     from .errors import TpufitError
     from .model import Model
     from .preflight.report import FAILED, status_of
-    from .preflight.script import run_script
+    from .preflight.run_script import run_script
     from .utils.terminal import standard_output
 
     console = standard_output()

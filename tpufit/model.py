@@ -68,15 +68,15 @@ from .step import (
     warn_of_uncalled_methods,
 )
 from .step.precision import to_bfloat16
-from .trainer import consistency, on_batch, passes
-from .trainer.arguments import Schedule, TrainingData, ValidationData, evaluation_stream
-from .trainer.fitting import run_fit
+from .trainer import host_consistency, on_batch, passes
+from .trainer.fit_arguments import Schedule, TrainingData, ValidationData, evaluation_stream
 from .trainer.lr_find import LRCurve, Sweep, find
 from .trainer.make_callback_list import make_callback_list
 from .trainer.preconditions import require_compiled, require_gradients, require_learning
 from .trainer.predictions import Predictions, as_array
+from .trainer.run_fit import run_fit
 from .trainer.vocabulary import require_vocabulary
-from .utils.users_code import warn
+from .utils.user_code import warn
 
 Callbacks = Callback | Sequence[Callback] | None
 
@@ -532,8 +532,10 @@ class Model(StepMethods):
         now = engine.start(cores, f"evaluate(cores={cores!r})")
         placement = engine.place_on(now)
         held_out = evaluation_stream(data, batch_size, placement, now.count, steps)
-        consistency.compare_hosts(engine, evaluate=None if held_out.per_host else (held_out.steps, held_out.sizes()))
-        consistency.move_model(engine, placement)
+        host_consistency.compare_hosts(
+            engine, evaluate=None if held_out.per_host else (held_out.steps, held_out.sizes())
+        )
+        host_consistency.move_model(engine, placement)
         params = {"epochs": 1, "steps": held_out.steps, "verbose": verbosity}
         logs = passes.evaluate(engine, held_out, make_callback_list(engine, callbacks, params))
         return _to_keras_form(logs, self.metrics_names, return_dict)
@@ -606,8 +608,8 @@ class Model(StepMethods):
         data = evaluation_stream(given, batch_size, placement, count, steps)
         wanted = local or is_first()
         predictions = Predictions(data.steps, out if wanted else None)
-        consistency.compare_hosts(engine, predict=None if data.per_host else (data.steps, data.sizes()))
-        consistency.move_model(engine, placement)
+        host_consistency.compare_hosts(engine, predict=None if data.per_host else (data.steps, data.sizes()))
+        host_consistency.move_model(engine, placement)
         params = {"epochs": 1, "steps": data.steps, "verbose": verbosity}
         with predictions.committed():
             all_callbacks = make_callback_list(engine, callbacks, params)
@@ -681,7 +683,7 @@ class Model(StepMethods):
         now = engine.start(cores, f"lr_find(cores={cores!r})")
         placement = engine.place_on(now)
         data = train.stream(placement, now, seed)
-        consistency.move_model(engine, placement)
+        host_consistency.move_model(engine, placement)
         return find(engine, data, sweep, seed)
 
     @in_turn(alone=True)

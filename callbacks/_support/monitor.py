@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import ArgumentError
-from ...utils.users_code import warn
+from ...utils.user_code import warn
 from .scalars import as_scalar
 
 # Words in the names of logs for which higher, or lower, is better, for logs whose metric doesn't say.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from measure import Clock
 
-from tpufit.drivers.torchtpu.modes import computing
+from tpufit.drivers.torchtpu.compute_modes import computing
 from tpufit.runtime.driver import driver
 
 

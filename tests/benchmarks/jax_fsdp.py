@@ -21,7 +21,7 @@ from jax_mesh import mesh_of
 from networks import TRAININGS
 
 from tpufit.preflight.compiling import figures
-from tpufit.preflight.slices import Slice, slice_of
+from tpufit.preflight.tpu_slices import Slice, slice_of
 from tpufit.step.sharding import choose_dimension
 
 SMALL = 1 << 15  # bytes: what is smaller stays whole, as in tpufit

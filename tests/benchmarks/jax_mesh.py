@@ -6,7 +6,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from tpufit.preflight.slices import Slice
+from tpufit.preflight.tpu_slices import Slice
 
 
 def mesh_of(on: Slice) -> Mesh:

@@ -24,7 +24,7 @@ from engine import HERE, machine
 
 from tpufit.preflight.compiling import NO_HOST, compile_for, figures
 from tpufit.preflight.hlo import operations
-from tpufit.preflight.loops import Loops
+from tpufit.preflight.loop_counts import Loops
 from tpufit.utils import releases
 
 os.environ |= NO_HOST

@@ -27,7 +27,7 @@ import tpufit
 from tpufit.backend import Sharding
 from tpufit.hosts import all_reduce_max, note_place
 from tpufit.runtime import placement_on, send_rows, get_settled_cores, to_device
-from tpufit.runtime.lazy import wait
+from tpufit.runtime.pending_tensors import wait
 
 tpufit.init()
 placement = placement_on(get_settled_cores())

@@ -31,7 +31,7 @@ from tpufit.preflight.analysis import analyse
 from tpufit.preflight.children import run
 from tpufit.preflight.compiling import NO_HOST
 from tpufit.preflight.hlo import arguments_of
-from tpufit.preflight.slices import slice_of
+from tpufit.preflight.tpu_slices import slice_of
 
 NETWORK, SLICES = "GPT 4 x 512", ("v5e-8", "v6e-8")
 STEPS = 10  # in an epoch, of which the first two compile

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tpufit import runtime
 from tpufit.drivers.torchtpu.programs import shard_text
-from tpufit.preflight.plan import TRACED
+from tpufit.preflight.preflight_plan import TRACED
 
 _INPUTS = 2  # x and y, the last arguments
 

@@ -14,7 +14,7 @@ import torch_xla.runtime
 from networks import TRAININGS, Training
 from torch.nn import functional as F
 
-from tpufit.preflight.plan import TRACED
+from tpufit.preflight.preflight_plan import TRACED
 from tpufit.runtime import tracing_for
 
 

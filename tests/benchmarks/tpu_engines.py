@@ -26,9 +26,9 @@ from tpu_programs import TRAININGS, figures, preflight_runs
 sys.path.append(str(ROOT / "tests"))
 from plugins import as_tpu
 
-from tpufit.preflight.plan import TRACED
-from tpufit.preflight.runs import PreflightRun
-from tpufit.preflight.slices import slice_of
+from tpufit.preflight.preflight_plan import TRACED
+from tpufit.preflight.run_preflight import PreflightRun
+from tpufit.preflight.tpu_slices import slice_of
 from tpufit.utils import releases
 from tpufit.utils.children import explain_end
 

@@ -22,8 +22,8 @@ from keras_networks import NETWORKS
 from networks import TRAININGS, Training
 
 from tpufit.preflight.compiling import figures
-from tpufit.preflight.plan import TRACED
-from tpufit.preflight.slices import Slice, slice_of
+from tpufit.preflight.preflight_plan import TRACED
+from tpufit.preflight.tpu_slices import Slice, slice_of
 
 State = tuple[Any, Any, Any, Any, Any]
 

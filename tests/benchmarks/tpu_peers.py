@@ -12,9 +12,9 @@ from tpufit.preflight.analysis import CompiledProgram, analyse
 from tpufit.preflight.children import run
 from tpufit.preflight.compiling import NO_HOST, as_text
 from tpufit.preflight.hlo import arguments_of
-from tpufit.preflight.plan import ENVIRON, TRACED, PreflightPlan
-from tpufit.preflight.runs import PreflightRun
-from tpufit.preflight.slices import Slice
+from tpufit.preflight.preflight_plan import ENVIRON, TRACED, PreflightPlan
+from tpufit.preflight.run_preflight import PreflightRun
+from tpufit.preflight.tpu_slices import Slice
 
 HERE = Path(__file__).resolve().parent
 

@@ -35,9 +35,9 @@ import tpufit
 from tpufit.errors import TpufitError
 from tpufit.preflight.analysis import CompiledProgram
 from tpufit.preflight.hlo import operations
-from tpufit.preflight.runs import PreflightRun, preflight_run_of
-from tpufit.preflight.script import run_script
-from tpufit.preflight.slices import Slice, slice_of
+from tpufit.preflight.run_preflight import PreflightRun, preflight_run_of
+from tpufit.preflight.run_script import run_script
+from tpufit.preflight.tpu_slices import Slice, slice_of
 from tpufit.runtime import has_flash, keeps_bfloat16
 
 SMALL = ("v3-8", "v5e-8", "v6e-8")  # of 8 cores each: one trace serves all

@@ -16,8 +16,8 @@ import tpufit
 from tpufit.data.user_data import recognize
 from tpufit.errors import PreflightError
 from tpufit.preflight.pickling import pickle_training
-from tpufit.preflight.plan import plan_of
-from tpufit.trainer.arguments import TrainingData, ValidationData
+from tpufit.preflight.preflight_plan import plan_of
+from tpufit.trainer.fit_arguments import TrainingData, ValidationData
 
 pytestmark = pytest.mark.runtime("torch_xla")
 

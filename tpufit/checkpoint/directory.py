@@ -11,7 +11,7 @@ from ..hosts import is_first
 from ..utils.files import DISK_FULL, LockedError
 from ..utils.text import size
 from ..utils.urls import Url
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .format import Checkpoint, Score, read, read_manifest, write
 from .store import checkpoint_name, open_store, parse_step
 from .weight_files import NotFiniteError

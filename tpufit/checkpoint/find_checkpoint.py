@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..data.position import start_of_next_pass
+from ..data.data_position import start_of_next_pass
 from ..errors import ArgumentError, CheckpointMissingError, join_few
 from ..utils.urls import is_url
 from .directory import CheckpointDirectory

@@ -42,7 +42,7 @@ from ..hosts import is_first
 from ..runtime import versions as runtime_versions
 from ..utils.text import dtype_name
 from ..utils.urls import Mirror, Url, is_url
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .store import MANIFEST, Store, checksum, find_moved_aside, is_step, open_store, seal
 from .weight_files import OTHERS, NotFiniteError, are_on_host, fetch_checked, read_weights, sort_by_width, untie
 from .weight_files import write as write_file

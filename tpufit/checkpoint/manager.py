@@ -22,7 +22,7 @@ from ..runtime import versions as runtime_versions
 from ..step import Engine, StepRunner, named_tensors
 from ..utils.json_codec import decode, encode
 from ..utils.random import RNGState
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .find_checkpoint import checkpoint_callbacks
 from .format import Checkpoint, Score
 from .objects import UsersObjects

@@ -14,8 +14,8 @@ from ..errors import join_few
 from ..metrics import is_collection, is_metric
 from ..step import MODEL_ATTRIBUTES, Engine, named_tensors
 from ..utils.json_codec import is_json
-from ..utils.kept import ItemsExcept, Kept
-from ..utils.users_code import is_users_module, warn
+from ..utils.saved_attributes import ItemsExcept, Kept
+from ..utils.user_code import is_users_module, warn
 
 # The attributes of `Callback` itself.
 _CALLBACKS = {"model", "params", "checkpoints"}

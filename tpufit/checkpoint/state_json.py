@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..data.position import Position
+from ..data.data_position import Position
 from ..errors import CheckpointDamagedError
 from ..step import SavedState
 from ..utils.json_codec import decode

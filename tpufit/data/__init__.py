@@ -2,8 +2,8 @@
 
 from .batches import unpack
 from .cache import CachedDataset
-from .collate import PadToBuckets
 from .images import ImageFolder, presize
+from .pad_to_buckets import PadToBuckets
 from .per_host import PerHost
 from .sources import Compose, Transform
 from .stream import Stream, stream, train_validation_split

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from ..errors import ArgumentError, DataError
 from ..utils.urls import Mirror
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .cache import CachedDataset
 
 if TYPE_CHECKING:

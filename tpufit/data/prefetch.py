@@ -18,8 +18,8 @@ from typing import Any, Generic, NamedTuple
 
 from ..backend import turns
 from ..errors import require_whole
-from ..utils.users_code import warn
-from .inline import BatchReader, ReadTimes, T, T_co, call_prepare
+from ..utils.user_code import warn
+from .inline_reader import BatchReader, ReadTimes, T, T_co, call_prepare
 
 _PATIENCE = 2.0  # seconds that close() waits for a thread that is inside the user's data
 # Seconds after which a wait is restarted: the system may deliver a signal to another thread, e.g. while a profiler or

@@ -20,16 +20,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, 
 
 from ..errors import DataError
 from ..utils.random import RNGState
-from ..utils.users_code import warn
+from ..utils.user_code import warn
+from .batch_joiner import Joiner
 from .batches import as_tensors, count_rows, is_flat, require_dense, select_rows
 from .cache import CachedDataset
 from .forms import require_batch
-from .joining import Joiner
+from .loader_workers import read
 from .per_host import LocalBatch, PerHost, Share, drop_rows
 from .sampling import permute_rows
 from .texts import RowsOfTokens
 from .worker_states import WorkerStates
-from .workers import read
 
 Transform = Callable[[Any], Any]
 Rows = slice | NDArray[np.int64]

@@ -15,15 +15,15 @@ from torch import Generator
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from ..errors import ArgumentError, DataError, require_choice, require_whole
-from ..utils.kept import Kept
 from ..utils.random import RNGState, state_from_hex, state_to_hex
-from ..utils.users_code import warn
+from ..utils.saved_attributes import Kept
+from ..utils.user_code import warn
 from .batches import as_tensors
-from .inline import Pace
-from .nan import NaNWatch
+from .data_position import Position, PositionLog
+from .inline_reader import Pace
+from .nan_watch import NaNWatch
 from .padding import pad_batch
 from .per_host import PerHost, Share
-from .position import Position, PositionLog
 from .sources import Arrays, BatchPlan, Cached, Iteration, Samples, Source, Transform, make_loader_source
 from .user_data import Form, UserData, recognize
 

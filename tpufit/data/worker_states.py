@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from ..utils.kept import Kept
 from ..utils.random import RNGState
+from ..utils.saved_attributes import Kept
 
 # In a worker process: the state of its copies of the user's objects.
 _WORKER = types.SimpleNamespace(kept=None)

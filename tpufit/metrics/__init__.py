@@ -8,6 +8,6 @@ its output, a `TrackedMetric` the batches that the user's step passes, and a `Da
 from .build import MetricsArgument, build
 from .dataset_metric import DatasetMetric
 from .lazy_logs import LazyLogs
-from .library import is_collection, is_metric
 from .pass_metrics import PassMetrics, find_first_bad
-from .tracked import TrackedMetric, metrics_in
+from .torchmetrics_classes import is_collection, is_metric
+from .tracked_metric import TrackedMetric, metrics_in

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ArgumentError
 from ..losses import Output, check_form, output_name, pick, to_path
 from .dataset_metric import DatasetMetric
-from .library import MetricArgument, is_collection
+from .torchmetrics_classes import MetricArgument, is_collection
 
 if TYPE_CHECKING:
     from .metric import Metric

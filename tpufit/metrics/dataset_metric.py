@@ -14,8 +14,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import ArgumentError, DataError
 from ..losses import Output, describe_nest, output_name, pick
-from .library import is_metric, snake_case
-from .sums import SumTable
+from .sum_table import SumTable
+from .torchmetrics_classes import is_metric, snake_case
 
 
 class DatasetMetric:

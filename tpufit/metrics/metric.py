@@ -15,15 +15,15 @@ from ..backend import Placement
 from ..errors import ArgumentError
 from ..losses import Output, align, describe_nest, output_name, pick, pick_weight, spread_weights
 from ..runtime import has_kernel, move
-from ..utils.kept import Kept
 from ..utils.python_state import facts
 from ..utils.random import RNGState
+from ..utils.saved_attributes import Kept
 from ..utils.text import dtype_name
-from ..utils.users_code import warn
-from .extra import RowMean
-from .library import MetricArgument, snake_case
-from .named import TABLE, MetricName
-from .sums import SumTable
+from ..utils.user_code import warn
+from .extra_metrics import RowMean
+from .metric_names import TABLE, MetricName
+from .sum_table import SumTable
+from .torchmetrics_classes import MetricArgument, snake_case
 
 # The largest number of elements of a tensor in the trial of a metric.
 _CHECKED_ELEMENTS = 1 << 24

@@ -22,8 +22,8 @@ from ..losses import Averages, Mean
 from ..runtime import COUNTS, to_device, to_host
 from .dataset_metric import DatasetMetric
 from .lazy_logs import LazyLogs
-from .sums import Key, SumTable
-from .tracked import TrackedMetric, update_separately
+from .sum_table import Key, SumTable
+from .tracked_metric import TrackedMetric, update_separately
 
 if TYPE_CHECKING:
     import torchmetrics

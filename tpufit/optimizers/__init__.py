@@ -16,11 +16,10 @@ from .device_rates import DeviceRates
 from .ema import EMA, EMAConfig
 from .gradients import Accumulator, GradientConfig, UpdatePlan
 from .group_numbers import Attached, GroupNumbers
-from .groups import ExcludeArgument, GroupConfig
+from .group_options import has_inputs, let_momentum_vary, list_constants, numbers_of, set_momentum
 from .host_counters import HostCounters
-from .inner import find_rated, optimizers_in, rated_groups
-from .options import has_inputs, let_momentum_vary, list_constants, numbers_of, set_momentum
-from .rates import (
+from .inner_optimizers import find_rated, optimizers_in, rated_groups
+from .learning_rates import (
     begin_from_peak,
     group_rates,
     note_scheduled,
@@ -31,4 +30,5 @@ from .rates import (
     scaled_rates,
     set_rate,
 )
+from .parameter_groups import ExcludeArgument, GroupConfig
 from .shared_counters import SharedStepCounters

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from ..errors import ArgumentError, UnknownNameError, say_count
 from ..runtime import keeps_count
 from ..utils.text import answer
-from .groups import GroupConfig
 from .keras_names import NEAREST
-from .rates import rates, require_rates, set_rate
+from .learning_rates import rates, require_rates, set_rate
+from .parameter_groups import GroupConfig
 from .shared_counters import SharedStepCounters
 
 OptimizerArgument = str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]

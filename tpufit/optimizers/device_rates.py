@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from ..backend import Placement
 from ..runtime import keeps_count, to_device
 from ..utils.replacing_attributes import replacing_attributes
-from .decays import Decays
-from .options import has_inputs
+from .beta_powers import BetaPowers
+from .group_options import has_inputs
 from .shared_counters import SharedCounterMode, SharedStepCounters
-from .traced import call_with_inputs
+from .traced_number import call_with_inputs
 
 # Replaces a rate of 0, because Adam divides by a rate that is a tensor: a weight that has never had a gradient, such as
 # the embedding of an unused word, would become NaN. So small a rate changes only weights of 0, by no more than itself.
@@ -102,7 +102,7 @@ class _OnDevice(SharedCounterMode):
     def __init__(self, counters: Collection[int] = ()) -> None:
         super().__init__(counters)
         self._numbers: dict[tuple[float, torch.device], Tensor] = {}
-        self.decays = Decays()
+        self.decays = BetaPowers()
 
     def compute(self, func: Any, args: tuple[Any, ...]) -> Any:
         result = self.decays.compute(func.__name__, args)

@@ -19,8 +19,8 @@ from ..backend import Placement
 from ..errors import ArgumentError
 from ..runtime import to_device
 from .device_rates import DeviceRates
-from .options import Options, constants_in, has_inputs, inputs_in, is_numeric, let_vary, runs_numbers
-from .traced import Traced
+from .group_options import Options, constants_in, has_inputs, inputs_in, is_numeric, let_vary, runs_numbers
+from .traced_number import Traced
 
 # Where a number is: the step, the optimizer, the group, the option, and the position in an option of several numbers.
 _Place = tuple[int, int, int, str, int]

@@ -14,8 +14,8 @@ from ..errors import join_few, say_count
 from ..utils.out_of_memory import remedies, shortage
 from ..utils.text import parse_bytes, size
 from .hlo import COLLECTIVES, Array, Operation, arguments_of, operations, products_of, scopes_of
-from .loops import Loops
-from .slices import Slice
+from .loop_counts import Loops
+from .tpu_slices import Slice
 
 _PRODUCTS = ("dot", "convolution")
 _WIDE = ("f64", "s64", "u64", "c128")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import PreflightError
 from ..utils import children
-from ..utils.users_code import is_users
+from ..utils.user_code import is_users
 
 
 def run(

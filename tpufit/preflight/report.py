@@ -19,7 +19,7 @@ from ..diagnostics.report import group_attention_forms
 from ..errors import say_count
 from ..utils.text import render, size
 from .analysis import CompiledProgram
-from .slices import Slice
+from .tpu_slices import Slice
 
 _WIDTH = 120  # columns
 _SHOWN = 12  # the most layers with a row in the table
@@ -58,7 +58,7 @@ class PreflightReport:
 
     Example:
         >>> from tpufit.preflight.analysis import Cost, Memory
-        >>> from tpufit.preflight.slices import slice_of
+        >>> from tpufit.preflight.tpu_slices import slice_of
         >>> cost = Cost(flops=4e9, nbytes=1e8, cycles=3_000_000)
         >>> step = CompiledProgram("train", "it is the first step", 512, 1, 2.0, True, Memory(weights=1 << 30), cost)
         >>> report = PreflightReport(slice_of("v5e-8"), [step], 64, "bf16")

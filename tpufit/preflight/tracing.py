@@ -16,9 +16,9 @@ from ..errors import PreflightError, TpufitError
 from ..runtime import Recorded, Recorder, start_absent, tracing_for
 from ..step import Engine, FitOptions, StepRunner, join_groups
 from ..utils.strict import Strict
-from ..utils.users_code import raising_line
-from .plan import FAULT, PLAN, TRACED, Batch, PlannedPass, PreflightPlan
-from .scopes import Scopes
+from ..utils.user_code import raising_line
+from .layer_scopes import Scopes
+from .preflight_plan import FAULT, PLAN, TRACED, Batch, PlannedPass, PreflightPlan
 
 _ATTEMPTS = 4
 

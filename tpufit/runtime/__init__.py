@@ -8,45 +8,47 @@ implements the contract in `tpufit/backend/`, whose classes are what the rest of
 | `driver` | what the engine needs from a runtime, and which runtime is installed |
 | `devices` | which cores a process computes on |
 | `forks` | refuses the device to forked processes |
-| `kinds` | the kind of core that a step is traced for |
+| `core_kind` | the kind of core that a step is traced for |
 | `placement` | one core or a mesh, as the engine sees it |
-| `make` | the placement of cores, its state and its programs |
+| `factory` | the placement of cores, its state and its programs |
 | `transfer` | host to device and back, where the waits are |
 | `in_flight` | how many steps may run ahead of the device |
-| `rows` | a host's rows of a batch |
-| `lazy` | pending tensors, and their memory |
+| `host_rows` | a host's rows of a batch |
+| `pending_tensors` | pending tensors, and their memory |
 | `device_state` | the tensors that training changes |
 | `aliases` | tensors that share memory |
-| `followers` | tensors outside of the state that share memory with it |
+| `state_aliases` | tensors outside of the state that share memory with it |
 | `unsharding` | gathers split weights where a step uses them |
-| `packing` | the shapes in which a TPU keeps weights |
+| `weight_packing` | the shapes in which a TPU keeps weights |
 | `graph` | a compiled step: its inputs and outputs |
-| `target` | what the traces of a program run on |
+| `trace_target` | what the traces of a program run on |
 | `capture` | one trace of a step, its checks, and its undoing |
 | `traced_graph` | the graph of a trace, to be compiled and started |
 | `program` | trace a step once, then replay its graph |
-| `audits` | which replays are compared with a new trace |
+| `replay_audits` | which replays are compared with a new trace |
 | `trace_context` | what the operations of a step need to know about its trace |
 | `trace_seeds` | the random numbers of a trace |
-| `numbers` | what optimizers, metrics and losses need to know about the device's numbers |
+| `device_numbers` | what optimizers, metrics and losses need to know about the device's numbers |
 | `recompute` | blocks that are rematerialized in the backward pass |
 | `trace_view` | the state's tensors in a trace, and what it changes in them |
 | `trace_watch` | sees what a traced step reads, draws and leaves to the host |
-| `own_thread` | other threads wait while a trace has the tensors |
-| `absent` | cores that aren't there, for a preflight |
-| `recorder` | stands in for a device that isn't there |
-| `counters` | what the runtime counts: compilations, fallbacks, tensors |
+| `thread_guard` | other threads wait while a trace has the tensors |
+| `absent_cores` | cores that aren't there, for a preflight |
+| `program_recorder` | stands in for a device that isn't there |
+| `device_counters` | what the runtime counts: compilations, fallbacks, tensors |
 | `device_errors` | turns errors of the device into sentences |
 | `profiler` | a profile of chosen steps, and names for traced operations |
-| `operations` | counts the operations of a program |
+| `operation_count` | counts the operations of a program |
 | `jax_export` | lowers JAX functions for the graph of a step |
 | `kernel_work` | the operations of a kernel, which no compiler counts |
-| `conforms` | lets mypy compare this package with `tpufit/backend` |
+| `interface_check` | lets mypy compare this package with `tpufit/backend` |
 | `ops` | operations that a runtime lacks, or computes slowly or wrongly |
 """
 
-from .counters import counts, live_tensors, metrics_report
+from .core_kind import has_flash, keeps_bfloat16, repeats_bits
+from .device_counters import counts, live_tensors, metrics_report
 from .device_errors import message_of, translate
+from .device_numbers import COUNTS, keeps_count
 from .devices import (
     count_available_cores,
     device_memory,
@@ -61,17 +63,15 @@ from .devices import (
     start_absent,
     versions,
 )
+from .factory import placement_on, program_at, set_matmul_precision, state_at
+from .host_rows import fetch_rows, gather_rows, send_rows, value_of
 from .kernel_work import KernelWork, work_in
-from .kinds import has_flash, keeps_bfloat16, repeats_bits
-from .make import placement_on, program_at, set_matmul_precision, state_at
-from .numbers import COUNTS, keeps_count
 from .ops.encoder import replace_encoder
 from .ops.lowerings import falls_back, has_kernel
-from .own_thread import unguarding
 from .profiler import scope, start_profile
+from .program_recorder import Recorded, Recorder, tracing_for
 from .recompute import recomputing
-from .recorder import Recorded, Recorder, tracing_for
-from .rows import fetch_rows, gather_rows, send_rows, value_of
+from .thread_guard import unguarding
 from .trace_context import assuming_finite, tracing, tracing_since, without_unsharding
 from .trace_watch import cure_for, explain_slowness
 from .transfer import copy_into, copy_to_host, fetch, fetch_each, move, reshard, swap_value, to_device, to_host

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .driver import driver
-from .own_thread import unguarding
+from .thread_guard import unguarding
 
 
 @dataclass(frozen=True)

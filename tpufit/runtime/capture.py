@@ -27,9 +27,8 @@ from ..backend import Body
 from .aliases import Aliases, aliases_of, find_shared
 from .device_state import HeldState
 from .driver import driver
-from .followers import followers_of
 from .graph import Graph, recognise, template_of
-from .lazy import (
+from .pending_tensors import (
     alias_memory,
     compute,
     drop,
@@ -44,9 +43,10 @@ from .lazy import (
     others_wait,
     put_behind_barrier,
 )
-from .own_thread import unguarding
-from .target import Target
+from .state_aliases import state_aliases_of
+from .thread_guard import unguarding
 from .trace_seeds import TraceSeeds
+from .trace_target import Target
 from .trace_view import TraceView
 from .trace_watch import Glance, Watch
 from .traced_graph import TracedGraph, resolve
@@ -205,8 +205,8 @@ class Capture:
         # A tensor that the body stored elsewhere becomes an output too. If it stayed pending, it would be computed from
         # memory that the graph has written over.
         escaped = self._find_stored_elsewhere([*own, *computed, *state.tensors], searches)
-        followers = followers_of(state.tensors, escaped) if escaped else []
-        following = {id(follower.tensor()) for follower in followers}
+        state_aliases = state_aliases_of(state.tensors, escaped) if escaped else []
+        following = {id(state_alias.tensor()) for state_alias in state_aliases}
         escaped = [t for t in escaped if id(t) not in following]
         others, left = _outputs(own, [*computed, *escaped])
         roots = [*own, *others]
@@ -250,7 +250,7 @@ class Capture:
             roots=roots,
             computed=computed,
             escaped=escaped,
-            followers=followers,
+            state_aliases=state_aliases,
             result=self.outputs,
         )
 
@@ -292,9 +292,9 @@ class Capture:
         before = self.before
         state = set(map(id, before.target.state.tensors))
         replaced = [t for former in self.former if (t := former()) is not None and id(t) not in state]
-        followers = before.target.state.followers.list_alive()
-        every = (*self.new, *replaced, *followers, *driver().find_written())
-        among = list({id(t): t for t in every}.values())  # a follower may also be in `new`
+        state_aliases = before.target.state.state_aliases.list_alive()
+        every = (*self.new, *replaced, *state_aliases, *driver().find_written())
+        among = list({id(t): t for t in every}.values())  # a state alias may also be in `new`
 
         waiting = find_pending_elsewhere(known, among)
         if searches and others_wait([*known, *waiting]):
@@ -304,8 +304,8 @@ class Capture:
         inputs = set(map(id, before.inputs))
         waiting.sort(key=lambda tensor: id(tensor) not in inputs)
 
-        # A copy that is older than the trace isn't the body's, unless it was a tensor of the state or a follower.
-        older = set(map(id, self.young)) - set(map(id, [*replaced, *followers]))
+        # A copy that is older than the trace isn't the body's, unless it was a tensor of the state or a state_alias.
+        older = set(map(id, self.young)) - set(map(id, [*replaced, *state_aliases]))
         left_out = {*map(id, known), *map(id, waiting), *older}
         others = _leave_out_inner([t for t in among if id(t) not in left_out])
         memory = set(before.view.memory)

@@ -3,7 +3,7 @@
 import re
 
 from .. import errors
-from ..backend.step_load import Load
+from ..backend.step_memory import Load
 from ..errors import TpufitError, say_count
 from ..utils.out_of_memory import remedies, shortage
 from ..utils.text import parse_bytes, size

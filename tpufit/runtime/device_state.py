@@ -11,10 +11,10 @@ from ..backend.device_state import no_slots
 from ..errors import StateLostError
 from .aliases import Aliases, aliases_of, find_shared, link, storage_of
 from .driver import driver, on_device
-from .followers import Followers
-from .lazy import compute, find_pending, handles, has_value, link_now, others_wait, wait
-from .packing import Packing
+from .pending_tensors import compute, find_pending, handles, has_value, link_now, others_wait, wait
+from .state_aliases import StateAliases
 from .transfer import copy_into, group_by_bytes, swap_value, to_host
+from .weight_packing import Packing
 
 
 class HeldState(DeviceState):
@@ -32,7 +32,7 @@ class HeldState(DeviceState):
     Attributes:
         values: The held values.
         aliases: The tensors that shared memory when the values were taken out of them.
-        followers: The user's tensors outside of the state that share memory with it.
+        state_aliases: The user's tensors outside of the state that share memory with it.
         given: True if graphs may write over the values.
         packing: Which tensors the device keeps with their dimensions in another order.
         slots: Returns the slots in which the user keeps the tensors.
@@ -53,7 +53,7 @@ class HeldState(DeviceState):
         self.packed: Collection[int] = ()
         self.values: list[Tensor] = []
         self.aliases: Aliases = ()
-        self.followers = Followers()
+        self.state_aliases = StateAliases()
         self.given = False
         self._copies = driver().count_copies()  # the count when the values were written back
         self._lost: list[int] = []
@@ -92,7 +92,7 @@ class HeldState(DeviceState):
         """
         self.aliases = aliases_of(self.tensors)
         # Not empty_like, whose results, like the device's tensors, would carry a growing history at each exchange.
-        self.followers.empty()
+        self.state_aliases.empty()
         empty = self._empty or [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
         self.values = self._read_values() if values is None else values
         # Set before the first exchange: from here on `values` is complete, and the user's tensors may not be.
@@ -152,7 +152,7 @@ class HeldState(DeviceState):
     def replace(self, tensors: Iterable[Tensor], shardings: Mapping[int, Sharding]) -> None:
         self.tensors = list(tensors)
         self.shardings = dict(shardings)
-        self.followers.replace([])
+        self.state_aliases.replace([])
         self._empty = []
 
     def write_back(self) -> None:
@@ -171,7 +171,7 @@ class HeldState(DeviceState):
         self._empty = empty if all(tensor.is_meta for tensor in empty) else []
         if aliases:
             compute(link(self.tensors, aliases))
-        self.followers.link(self.tensors)
+        self.state_aliases.link(self.tensors)
         self._copies = driver().count_copies()
         self._versions = [tensor._version for tensor in self.tensors]
         self._storages = list(map(storage_of, self.tensors))
@@ -194,7 +194,7 @@ class HeldState(DeviceState):
         self.find_followers(placement)
 
     def find_followers(self, placement: Placement) -> None:
-        """Find the followers anew, and give the user's copies of the state separate memory.
+        """Find the state aliases anew, and give the user's copies of the state separate memory.
 
         A copy on the device shares its original's memory, which a graph may write over. All tensors of the state must
         have been computed.
@@ -205,7 +205,7 @@ class HeldState(DeviceState):
         if self.given and others_wait(()):
             placement.launch("transfer")  # the user's pending tensors may be computed from these values
             wait("changed weights")
-        others = self.followers.search(self.tensors, everywhere=copied)
+        others = self.state_aliases.search(self.tensors, everywhere=copied)
         if copied:
             stored = set(handles(self.tensors))
             # On torch_xla the user's tensors are functional wrappers. Leave out wrapped tensors, which are found, too,

@@ -13,7 +13,7 @@ from .. import hosts
 from ..backend.cores import Cores, CoresArgument
 from ..errors import ArgumentError, CoresError, StartError
 from ..utils import hardware, releases
-from ..utils.users_code import users_line, warn
+from ..utils.user_code import users_line, warn
 from .driver import Request, driver
 from .forks import guard_forks, refuse_fork
 

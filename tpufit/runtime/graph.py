@@ -17,7 +17,7 @@ from ..backend import Sums
 from .aliases import Aliases
 from .device_state import HeldState, replace_at
 from .driver import driver, on_device
-from .lazy import find_pending, handles
+from .pending_tensors import find_pending, handles
 from .placement import CorePlacement
 from .trace_seeds import Place, TraceSeeds
 from .transfer import reach

@@ -19,7 +19,7 @@ from .devices import memory_used, platform
 from .driver import Trace, driver
 from .in_flight import RunsAhead
 
-PACKED_ON = {"TPU"}  # the kinds of cores that keep weights in another order, see `packing`
+PACKED_ON = {"TPU"}  # the kinds of cores that keep weights in another order, see `weight_packing`
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class CorePlacement(Placement):
 
     @property
     def packs(self) -> bool:
-        """True if weights are kept in another order of dimensions, see `packing`."""
+        """True if weights are kept in another order of dimensions, see `weight_packing`."""
         return platform() in PACKED_ON
 
     def compile(self, trace: Trace) -> None:

@@ -5,7 +5,7 @@ compiled, and started as a graph of known inputs and outputs. Its second run is 
 the same graph with the same constants, from another batch and seed, is the graph replayed from then on, without the
 step's Python. A step whose traces differ is traced on every call.
 
-Now and then a replay is audited, see `audits`: the step is traced again only to compare. If the graphs differ,
+Now and then a replay is audited, see `replay_audits`: the step is traced again only to compare. If the graphs differ,
 something has changed that its Python reads, and the step is captured again.
 """
 
@@ -21,16 +21,16 @@ from ..backend.program import Pause
 from ..errors import ReplayError
 from ..utils.counters import count_capture, timed
 from ..utils.strict import LENIENT, Strict
-from ..utils.users_code import warn
-from .audits import Audits
+from ..utils.user_code import warn
 from .capture import Before, Capture, note_before, undoing
 from .device_state import HeldState
 from .driver import driver
 from .graph import Graph
-from .lazy import drop, find_pending_elsewhere, noting_new, wait
+from .pending_tensors import drop, find_pending_elsewhere, noting_new, wait
 from .placement import CorePlacement
-from .target import Target
+from .replay_audits import Audits
 from .trace_context import tracing_with
+from .trace_target import Target
 from .trace_view import lending, showing
 from .trace_watch import Glance, Watch, cure_for, explain_slowness
 from .traced_graph import StartedGraph

@@ -16,10 +16,10 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..utils.replacing_attributes import replacing_attributes
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .driver import driver
-from .lazy import put_behind_barrier
 from .ops.residuals import Residuals
+from .pending_tensors import put_behind_barrier
 from .trace_context import trace_context, tracing_with
 from .trace_seeds import TraceSeeds
 

@@ -18,10 +18,10 @@ from ..backend import Placement, Sharding, Slot
 from .aliases import Aliases, aliases_of, find_shared, link, storage_of
 from .device_state import HeldState
 from .driver import driver
-from .lazy import alias_memory, find_pending, graph_hash, handles, identity, link_now, put_behind_barrier
-from .own_thread import guarding
-from .packing import reorder_for_device, reorder_for_user
+from .pending_tensors import alias_memory, find_pending, graph_hash, handles, identity, link_now, put_behind_barrier
+from .thread_guard import guarding
 from .transfer import swap_value
+from .weight_packing import reorder_for_device, reorder_for_user
 
 
 class _Packed(NamedTuple):
@@ -142,7 +142,7 @@ class TraceView:
                 tensor.data = value
             if self._packed or state.given:
                 link(state.tensors, state.aliases)
-                state.followers.link(state.tensors)
+                state.state_aliases.link(state.tensors)
         self.forget()
 
     def forget(self) -> None:
@@ -188,7 +188,7 @@ def _begin(state: HeldState) -> TraceView:
             tensor.data = _record_order(reorder_for_user, stand_in) if i in packed else stand_in
         link(tensors, state.aliases)
     if packed:
-        state.followers.link(tensors)
+        state.state_aliases.link(tensors)
     return TraceView(state, begun, inputs, packed, None if driver().is_lazy else values)
 
 
@@ -218,13 +218,13 @@ def lending(state: HeldState) -> Iterator[TraceView]:
                 # Not `view.detach()`, which would follow the changes of the trace.
                 shown_by = dict(zip(map(id, views), alias_memory(views), strict=True))
                 inputs = [shown_by.get(id(t), value) for t, value in zip(before, inputs, strict=True)]
-            state.followers.link(before)
+            state.state_aliases.link(before)
             view = TraceView(state, begun, inputs, packed)
             yield view
         finally:
             if view is not None:
                 view.forget()
-            state.followers.empty()
+            state.state_aliases.empty()
             state.tensors = before
             state.shardings = shardings
             _put_back(begun, state.slots())

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from ..utils.counters import note_line
 from ..utils.random import RNGState
 from ..utils.strict import LENIENT, Strict
-from ..utils.users_code import calling_lines
-from . import counters
+from ..utils.user_code import calling_lines
+from . import device_counters
 from .driver import driver, on_device
 from .ops.dtypes import check_one_dtype
 
@@ -117,7 +117,7 @@ class Watch(TorchFunctionMode):
 
     def __enter__(self) -> Watch:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._begun = counters.fallback_counts(), counters.count_reads()
+        self._begun = device_counters.fallback_counts(), device_counters.count_reads()
         self._fallbacks = self._begun[0]
         self._profiles = sys.getprofile() is None  # else another profiler runs
         if self._profiles:
@@ -149,9 +149,9 @@ class Watch(TorchFunctionMode):
     def reads(self) -> str:
         """Describe where the code has read a value; "" if it hasn't."""
         fallbacks, looked = self._begun
-        if not self.read_at and counters.count_reads() == looked:
+        if not self.read_at and device_counters.count_reads() == looked:
             return ""
-        operations = sorted(counters.fallback_counts() - fallbacks)
+        operations = sorted(device_counters.fallback_counts() - fallbacks)
         if operations and not self.read_at:
             lines = " and ".join(sorted(set(self.fell_back.values())))
             called = f", called at {lines}" if lines else ""
@@ -191,7 +191,7 @@ class Watch(TorchFunctionMode):
 
     def _note_fallbacks(self, before: Counter[str]) -> None:
         """Note the operations that have run on the host since `before`."""
-        operations = sorted(counters.fallback_counts() - before)
+        operations = sorted(device_counters.fallback_counts() - before)
         for operation in operations:
             if operation not in (_READ, *self.fell_back):
                 line = self.fell_back[operation] = calling_lines()
@@ -213,13 +213,13 @@ class Watch(TorchFunctionMode):
             self._looked = True
             self._note_look()
         fallbacks = self._fallbacks
-        looked = counters.count_reads()
+        looked = device_counters.count_reads()
         if func in _OF_ONE_DTYPE and not torch.is_autocast_enabled(driver().device_type):
             operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             check_one_dtype(func.__name__, *filter(on_device, operands))
         result = func(*args, **(kwargs or {}))
-        if counters.count_reads() != looked:
-            self._fallbacks = counters.fallback_counts()
+        if device_counters.count_reads() != looked:
+            self._fallbacks = device_counters.fallback_counts()
             if not looks:
                 self._note_fallbacks(fallbacks)
         if func in _PRODUCTS:
@@ -242,7 +242,7 @@ class Glance:
 
     def __enter__(self) -> Glance:
         self._random = RNGState.now()
-        self._looked = counters.count_reads()
+        self._looked = device_counters.count_reads()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -250,7 +250,7 @@ class Glance:
 
     def reads(self) -> str:
         """Say that a value has been read; "" if none has."""
-        return "it reads a value from the device" if counters.count_reads() != self._looked else ""
+        return "it reads a value from the device" if device_counters.count_reads() != self._looked else ""
 
 
 def explain_slowness(role: str, cause: str, eagerly: bool) -> str:

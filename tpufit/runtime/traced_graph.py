@@ -11,11 +11,11 @@ from torch.utils.weak import TensorWeakRef
 
 from .aliases import aliases_of, find_shared, link
 from .driver import Trace, driver, on_device
-from .followers import Follower
 from .graph import Graph
-from .lazy import compute
-from .operations import operations_in
-from .target import Target
+from .operation_count import operations_in
+from .pending_tensors import compute
+from .state_aliases import StateAlias
+from .trace_target import Target
 from .trace_view import TraceView
 from .transfer import swap_value
 
@@ -32,7 +32,7 @@ class TracedGraph:
     roots: list[Tensor]  # its outputs
     computed: list[Tensor]  # returned by the body, and computed by the graph
     escaped: list[Tensor]  # stored elsewhere by the body, e.g. in an attribute
-    followers: list[Follower]  # tensors stored elsewhere that share memory with the state
+    state_aliases: list[StateAlias]  # tensors stored elsewhere that share memory with the state
     result: Any  # the value that the body has returned
 
     def compile(self, cause: str) -> None:
@@ -96,8 +96,8 @@ class StartedGraph:
         resolve(traced.result, traced.target)
         shown = set(map(id, traced.shown))
         self.graph.escaped_tensors = [TensorWeakRef(t) for t in escaped if id(t) not in shown]
-        state.followers.replace(traced.followers)
-        state.followers.empty()
+        state.state_aliases.replace(traced.state_aliases)
+        state.state_aliases.empty()
         return traced.result
 
 

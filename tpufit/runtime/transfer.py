@@ -17,10 +17,10 @@ from ..backend import Placement, Sharding, Shardings
 from ..backend.placement import Names
 from ..errors import PlacementError
 from ..utils.counters import waiting
-from . import counters
+from . import device_counters
 from .aliases import aliases_of, link
 from .driver import driver, on_device
-from .own_thread import unguarding
+from .thread_guard import unguarding
 
 # The bytes of a large state that are copied at once, to the host or on the device. Single tensors aren't divided.
 AT_ONCE = 1 << 28
@@ -55,7 +55,7 @@ def to_host(tensors: Sequence[Tensor], reason: str, collective: bool = False) ->
     if not remote:
         with waiting(reason) if any(t.is_cuda for t in here) else nullcontext():
             return [t.cpu() if t.is_cuda else t for t in here]
-    with waiting(reason), counters.role("transfer"):
+    with waiting(reason), device_counters.role("transfer"):
         values = driver().read([here[i] for i in remote], collective)
     for i, value in zip(remote, values, strict=True):
         here[i] = value
@@ -92,7 +92,7 @@ def group_by_bytes(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 def reach(tensor: Tensor, reason: str) -> None:
     """Wait until the device has computed a tensor, which may have rows on other hosts."""
-    with waiting(reason), counters.role("transfer"):
+    with waiting(reason), device_counters.role("transfer"):
         driver().reach(tensor)
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Placement, Sharding
-from .lazy import put_behind_barrier
+from .pending_tensors import put_behind_barrier
 
 # Names of functions: first, products, which autocast computes in its own dtype.
 _PRODUCTS = re.compile(

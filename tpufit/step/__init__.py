@@ -3,16 +3,16 @@
 docs/words.md has a glossary: role, pass, capture, replay, hold and the like.
 """
 
+from .api_suggestions import explain_arguments, suggestion_for, warn_of_uncalled_hooks, warn_of_uncalled_methods
+from .attribute_modules import kept_modules, kept_parameters
 from .batch import DeviceGroup, join_groups
-from .config import CompileConfig
+from .compile_config import CompileConfig
 from .dry_run import find_fault
 from .engine import MODEL_ATTRIBUTES, Engine, FitOptions, UserModel
-from .kept_modules import kept_modules, kept_parameters
-from .methods import CompileOption, StepMethods
 from .modules import keeping_modes, unwrap_module
 from .named_tensors import check_weights, match_weights, named_tensors, strip_prefixes
 from .remat import RematArgument, list_policies
 from .runner import StepRunner
 from .sharding import ShardArgument
 from .state import SavedState
-from .suggestions import explain_arguments, suggestion_for, warn_of_uncalled_hooks, warn_of_uncalled_methods
+from .step_methods import CompileOption, StepMethods

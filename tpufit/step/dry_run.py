@@ -15,10 +15,10 @@ from ..utils.copy_module import copy_module
 from ..utils.is_compiling import compiling
 from ..utils.random import RNGState
 from . import precision
-from .context import StepContext
 from .engine import Engine
-from .methods import uses_default
 from .module_call import call
+from .step_context import StepContext
+from .step_methods import uses_default
 
 # What the user's forward may raise only because tensors have no values.
 _OF_FORWARD = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

@@ -37,16 +37,16 @@ from ..utils.counters import Counts
 from ..utils.python_state import device_tensors, facts
 from ..utils.random import draw_seed, step_seed
 from ..utils.strict import LENIENT, Strict
-from ..utils.users_code import warn
+from ..utils.user_code import warn
+from .attribute_modules import Holder, walk_kept
 from .batch_errors import describe_lost_weights, may_come_from_device
-from .config import UNCOMPILED, CompileConfig
-from .context import StepContext
-from .kept_modules import Holder, walk_kept
+from .compile_config import UNCOMPILED, CompileConfig
 from .modules import Modes, keeping_modes, refuse_host_inputs, train
 from .precision import Formats, warn_of_emulation
 from .remat import blocks
 from .role import ROLES, Role
 from .state import SavedState, TrainState
+from .step_context import StepContext
 from .tally import Tally
 
 # The largest number of passes kept for reports.

@@ -19,9 +19,9 @@ from ..optimizers import Accumulator, drop_gradients, parameters
 from ..runtime import without_unsharding
 from ..utils.is_compiling import compiling
 from ..utils.replacing_attributes import replacing_attributes
-from .config import CompileConfig
-from .context import StepContext
+from .compile_config import CompileConfig
 from .optimizer_state import OptimizerState
+from .step_context import StepContext
 
 
 class GradientStep:

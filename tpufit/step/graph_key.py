@@ -18,7 +18,7 @@ from ..data import Compose
 from ..optimizers import list_constants
 from ..utils.counters import count_capture
 from ..utils.strict import LENIENT, Strict
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .shape_watch import ShapeWatch
 
 Parts = Sequence[nn.Module]

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import BatchError
 from ..runtime import translate
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .batch_errors import explain_layer_failure, explain_misfit, explain_one_row
 
 

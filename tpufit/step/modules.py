@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ArgumentError, PlacementError
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 
 
 def unwrap_module(module: object) -> nn.Module:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointMismatchError, WeightsError, join_few
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from ..optimizers import (
 )
 from ..runtime import unguarding
 from ..utils.json_codec import is_json
-from .config import CompileConfig
+from .compile_config import CompileConfig
 
 
 class OptimizerState:

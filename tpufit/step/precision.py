@@ -14,7 +14,7 @@ from ..errors import ArgumentError, UnknownNameError
 from ..runtime import swap_value
 from ..utils.hardware import retired_variables
 from ..utils.text import dtype_name
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 
 PRECISIONS = ("bf16", "bf16-true", "fp32")
 # The names in Lightning, Keras, Accelerate and PyTorch.

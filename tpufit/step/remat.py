@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..errors import ArgumentError, join_few
-from ..utils.blocks import find_repeated_blocks, keep_outermost
+from ..utils.repeated_blocks import find_repeated_blocks, keep_outermost
 
 RematArgument: TypeAlias = "bool | str | list[str] | tuple[str, ...] | Mapping[str, str] | None"
 

@@ -11,7 +11,7 @@ from ..metrics import DatasetMetric, PassMetrics, TrackedMetric
 from ..runtime import program_at
 from ..utils.strict import LENIENT, Strict
 from .batch import DeviceGroup
-from .config import CompileConfig
+from .compile_config import CompileConfig
 from .graph_key import GraphKeys
 from .state import TrainState
 

@@ -28,11 +28,11 @@ from ..metrics import LazyLogs, find_first_bad, metrics_in
 from ..optimizers import Attached, GroupNumbers, UpdatePlan
 from ..runtime import recomputing, to_host
 from ..utils.random import step_seed
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 from .batch import BatchSender, DeviceGroup
-from .context import StepContext
 from .engine import Engine
-from .methods import uses_default
+from .step_context import StepContext
+from .step_methods import uses_default
 from .tally import Tally
 
 # For steps_per_execution="auto": a graph should run for this many seconds, so that its start, about 0.4 ms on the host,

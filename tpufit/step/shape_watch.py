@@ -4,7 +4,7 @@ from typing import Any
 
 from ..data.batches import fields, tensors_of
 from ..utils.strict import Strict
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 
 # Full batches and a shorter last batch, in a few buckets, are normal; more shapes are probably a mistake.
 _MANY = 8

@@ -32,14 +32,14 @@ from ..optimizers import (
 from ..runtime import copy_into, copy_to_host, move, reshard, state_at, swap_value, to_host
 from ..utils.random import RNGState
 from ..utils.replacing_attributes import replacing_attributes
-from ..utils.users_code import warn
-from .config import CompileConfig
-from .context import StepContext
+from ..utils.user_code import warn
+from .attribute_modules import kept_modules, kept_parameters
+from .compile_config import CompileConfig
 from .gradient_step import GradientStep
-from .kept_modules import kept_modules, kept_parameters
 from .named_tensors import check_weights, named_tensors
 from .optimizer_state import OptimizerState, is_of_second_part
 from .sharding import count_bytes_per_core
+from .step_context import StepContext
 
 
 @dataclass

@@ -7,7 +7,7 @@ from ..data.padding import require_labels
 from ..errors import ArgumentError, join_few
 from ..losses import Loss
 from ..step import Engine
-from ..step.methods import uses_default
+from ..step.step_methods import uses_default
 
 CHOICES = ("exact", "pad", "drop")
 

@@ -40,9 +40,9 @@ from ..diagnostics import messages
 from ..diagnostics.report import Pass
 from ..hosts import barrier
 from ..step import Engine, StepRunner
-from ..utils.users_code import warn
-from .arguments import Validation
-from .consistency import share_random_state
+from ..utils.user_code import warn
+from .fit_arguments import Validation
+from .host_consistency import share_random_state
 from .interruption import Interruption
 from .passes import PassLoop, Pause, closing
 from .validation import Validations

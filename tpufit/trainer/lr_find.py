@@ -20,7 +20,7 @@ from ..hosts import all_reduce_max
 from ..optimizers import set_rate
 from ..runtime import fetch
 from ..step import DeviceGroup, Engine, StepRunner
-from ..utils.users_code import warn
+from ..utils.user_code import warn
 
 # The number of steps between two waits for losses; after divergence at most this many steps are wasted.
 _WINDOW = 10

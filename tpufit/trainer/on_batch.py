@@ -12,8 +12,8 @@ from ..hosts import collective
 from ..losses import ClassWeight
 from ..runtime import gather_rows
 from ..step import Engine, StepRunner, keeping_modes
-from . import consistency
-from .lockstep import keep_in_lockstep
+from . import host_consistency
+from .host_agreement import keep_in_lockstep
 
 
 def run_on_batch(
@@ -66,11 +66,11 @@ def _prepare_runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
     placement = engine.place_on(cores)
     run = engine.roles[role].borrower
     if not isinstance(run, StepRunner) or not run.alone or placement != engine.state.placement:
-        consistency.share_seed()
+        host_consistency.share_seed()
         engine.state.numbers.seed = torch.initial_seed()
         if role == "train":
             engine.scale_rates(cores.count)
-        consistency.move_model(engine, placement)
+        host_consistency.move_model(engine, placement)
         run = StepRunner(engine, role, alone=True)
         if role != "train":
             run.tally.seed = engine.seed_of_pass()

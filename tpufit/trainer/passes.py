@@ -21,20 +21,20 @@ from typing import Any
 from ..backend import turns
 from ..callbacks.callback_list import CallbackList
 from ..data import Stream
-from ..data.inline import BatchReader, InlineReader
+from ..data.inline_reader import BatchReader, InlineReader
+from ..data.loader_workers import raise_worker_deaths_in_reads
 from ..data.prefetch import PrefetchEndedError, Prefetcher
 from ..data.sampling import select_shard_rows
-from ..data.workers import raise_worker_deaths_in_reads
 from ..diagnostics.report import Pass
 from ..errors import join_few
 from ..hosts import all_reduce_max, collective
 from ..runtime import fetch, fetch_rows, gather_rows, process_count
 from ..step import DeviceGroup, Engine, StepRunner, join_groups, keeping_modes
 from ..utils.counters import add_seconds, time_function
-from ..utils.users_code import warn
-from .consistency import share_random_state
+from ..utils.user_code import warn
+from .host_agreement import keep_in_lockstep
+from .host_consistency import share_random_state
 from .interruption import Interruption
-from .lockstep import keep_in_lockstep
 
 # The number of outputs that may be pending on the device: enough to keep it busy, few enough to fit.
 _OUTPUTS_PENDING = 2

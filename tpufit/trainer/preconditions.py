@@ -7,7 +7,7 @@ import torch
 from .. import losses
 from ..errors import ArgumentError, NotCompiledError, join_few
 from ..step import Engine
-from ..step.methods import uses_default
+from ..step.step_methods import uses_default
 
 
 def require_compiled(engine: Engine, method: str) -> None:

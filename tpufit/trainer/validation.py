@@ -8,7 +8,7 @@ from ..data import Stream
 from ..errors import BatchError, say_count
 from ..step import Engine, find_fault
 from ..utils.random import RNGState
-from .arguments import Validation
+from .fit_arguments import Validation
 from .interruption import Interruption
 from .passes import evaluate
 

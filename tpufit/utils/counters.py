@@ -1,7 +1,7 @@
 """Counters of the process: compiled graphs and their causes, waits by reason, captures, and the host's time by phase.
 
 They are global to the process: another model that trains at the same time counts here, too. The device counts the rest,
-see `runtime/counters.py`.
+see `runtime/device_counters.py`.
 """
 
 from __future__ import annotations

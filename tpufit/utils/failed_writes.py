@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .users_code import warn
+from .user_code import warn
 
 
 class FailedWrites:

@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from .users_code import warn
+from .user_code import warn
 
 # safetensors' names of dtypes.
 _DTYPES = {

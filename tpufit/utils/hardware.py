@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .users_code import warn
+from .user_code import warn
 
 # The messages of a process that can't allocate memory or start threads.
 LACKS_MEMORY = (

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .attributes import attributes, closure, list_pytorch_attributes
+from .list_attributes import attributes, closure, list_pytorch_attributes
 from .object_walk import Named, ObjectWalk
 
 # The limits of the walk: its depth; the number of objects; the items of a container (larger containers of plain values

@@ -4,7 +4,7 @@ import sys
 from traceback import walk_tb
 from types import FrameType
 
-from .users_code import is_users
+from .user_code import is_users
 
 _PACKAGE = __name__.partition(".")[0]
 

@@ -3,13 +3,13 @@
 | file | content |
 | --- | --- |
 | `check` | the definition of a check: its processes, and figures with bounds |
-| `plan` | all checks, in their order |
-| `starting`, `numerics`, `sameness`, `endings`, `memory`, `speed` | the checks |
+| `all_checks` | all checks, in their order |
+| `device_start`, `numerics`, `equivalence`, `resumption`, `memory`, `speed` | the checks |
 | `nets` | the nets that the checks train, and their training in plain PyTorch |
-| `process` | the code that runs in a check's process |
+| `check_process` | the code that runs in a check's process |
 | `runner` | runs the processes, which may hang, crash or be killed |
 | `report` | the result, as a table and as JSON |
-| `anonymous` | removes names of users, hosts and folders from a text |
+| `anonymize` | removes names of users, hosts and folders from a text |
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from time import perf_counter
 
 from ..errors import StartError, require_whole
 from ..utils.terminal import say, standard_output
+from .all_checks import CHECKS
 from .check import Check
-from .plan import CHECKS
 from .report import Verification
 from .runner import Result, Runner
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from time import monotonic, perf_counter
 
 from ..utils import children
-from .anonymous import anonymize
+from .anonymize import anonymize
 from .check import ALL, NONE, Check, Figure, Process
-from .process import FAULT, FIGURES, STARTED, Job
+from .check_process import FAULT, FIGURES, STARTED, Job
 
 PASSED = "passed"
 FAILED = "FAILED"

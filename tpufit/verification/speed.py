@@ -15,7 +15,7 @@ from torch import Tensor
 from ..callbacks import Diagnostics, TensorBoard
 from ..errors import PreflightError
 from ..model import Model
-from ..preflight.slices import SLICES, Slice, slice_with
+from ..preflight.tpu_slices import SLICES, Slice, slice_with
 from ..runtime import memory_used, placement_on, to_device, to_host
 from ..utils.hardware import chips
 from . import nets

@@ -26,7 +26,7 @@ from ...errors import ArgumentError, CacheBusyError, CacheDiskFullError, CacheEr
 from ...utils.files import DISK_FULL, Lock, LockedError, drop_drafts
 from ...utils.hardware import cpus
 from ...utils.terminal import standard_output
-from ...utils.users_code import warn
+from ...utils.user_code import warn
 from .maker import Maker, isolated
 from .manifest import DRAFTED, Manifest
 

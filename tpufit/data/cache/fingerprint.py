@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ...utils.users_code import is_users
+from ...utils.user_code import is_users
 
 # Longer lists and larger arrays (file names, whole data sets) are not hashed, only probed.
 _MANY = 100

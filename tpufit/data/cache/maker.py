@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import ArgumentError, DataError, require_whole
 from ...utils.random import RNGState, step_seed
-from ...utils.users_code import warn
+from ...utils.user_code import warn
 from .fingerprint import fingerprint
 from .manifest import Manifest, plan_files
 from .schema import Field, check_same_form, flatten

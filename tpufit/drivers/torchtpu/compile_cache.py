@@ -18,10 +18,10 @@ from types import GeneratorType
 from typing import Any
 
 from ...utils import releases
-from ...utils.collector import collector
 from ...utils.file_cache import FileCache, cache_folder
-from ...utils.users_code import warn
-from .names import names
+from ...utils.garbage_collector import collector
+from ...utils.user_code import warn
+from .private_names import names
 
 VARIABLE = "TPUFIT_COMPILE_CACHE"
 """The environment variable that turns the cache off if it is `0`."""

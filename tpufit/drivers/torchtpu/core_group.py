@@ -25,15 +25,15 @@ from torch import Tensor
 
 from ...errors import PlacementError, StartError
 from ...hosts import all_reduce_max
-from .core_lines import CoreLines, called
+from .compute_modes import computing, noting
+from .core_connections import CoreConnections, called
 from .core_tensors import CoreTensors, Given, Known
 from .host import Host
 from .messages import Compile, Fetch, Part, Put, Run, align, own_part
-from .modes import computing, noting
-from .names import names
 from .one_core import OneCore, Program
+from .private_names import names
 from .programs import compile_text, shard_text, text_of
-from .tensors import handle_of, place_of
+from .tensor_identity import handle_of, place_of
 
 _OUTPUTS = 1 << 16  # the numbers reserved for a program's outputs
 
@@ -67,8 +67,8 @@ class CoreGroup(OneCore):
 
     Args:
         environments: The environment variables that TorchTPU reads, for each core of this host.
-        start: See `CoreLines`.
-        lose: See `CoreLines`.
+        start: See `CoreConnections`.
+        lose: See `CoreConnections`.
         host: This host's place among the hosts that compute together.
     """
 
@@ -83,7 +83,7 @@ class CoreGroup(OneCore):
         self.count = own * host.count
         self.hosts = host.count
         self.own = range(own * host.index, own * (host.index + 1))
-        self.lines = CoreLines(environments, start, lose, self.own.start)
+        self.lines = CoreConnections(environments, start, lose, self.own.start)
         self._tensors = CoreTensors()
         self._next = 0  # the number of the next tensor
         self._start = _Start()  # of the latest program

@@ -1,7 +1,7 @@
 """The process of another core: it runs the programs that it gets, without any Python of the user.
 
-`core_lines` starts it as `python -m tpufit.drivers.torchtpu.core_process SOCKET CORE CORES`; it ends with the user's
-process. It reports an error of a program, and continues; a fatal error goes to stderr, which `core_lines` reads.
+`core_connections` starts it as `python -m tpufit.drivers.torchtpu.core_process SOCKET CORE CORES`; it ends with the
+user's process. It reports an error of a program, and continues; `core_connections` reads a fatal error from its stderr.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import start
+from .compute_modes import computing
 from .messages import (
     Begin,
     Block,
@@ -36,8 +37,7 @@ from .messages import (
     pack,
     receive,
 )
-from .modes import computing
-from .names import names
+from .private_names import names
 from .programs import Runner, compile_text
 
 _PERIOD = 0.5  # seconds between two heartbeats

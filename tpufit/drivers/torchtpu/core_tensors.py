@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...runtime.aliases import storage_of
-from .tensors import place_of
+from .tensor_identity import place_of
 
 _MORE = 2  # the batches that are checked for freed tensors, besides the number of new batches
 

@@ -14,23 +14,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...backend import Cores, Placement
 from ...hosts import collective
-from ...runtime import counters
+from ...runtime import device_counters
 from ...runtime.driver import Driver, Request, Trace
 from ...runtime.trace_seeds import Place, TraceSeeds
-from . import bits, launch, start
-from .absent import AbsentSeeds, AbsentTpu, ValuelessCores, wake_without_device
+from . import core_environments, dropout_bits, start
+from .absent_cores import AbsentSeeds, AbsentTpu, ValuelessCores, wake_without_device
+from .compute_modes import computing, noting, printing
 from .core_group import CoreGroup
 from .host import find_host
 from .jax_calls import JaxCalls
-from .modes import computing, noting, printing
-from .names import names
 from .one_core import OneCore, Program
 from .placement import TpuCore
+from .private_names import names
 from .programs import shard_text
-from .reads import guard_reads
-from .seeds import TpuSeeds, state_of
-from .session import Session
-from .tensors import handle_of, on_tpu
+from .tensor_identity import handle_of, on_tpu
+from .trace_seeds import TpuSeeds, state_of
+from .trace_session import Session
+from .user_reads import guard_reads
 
 _PRECISIONS = {"default": "DEFAULT", "high": "HIGH", "highest": "HIGHEST"}
 
@@ -88,7 +88,7 @@ class TorchTpuDriver(Driver):
         return start.platform()
 
     def count_available_cores(self) -> int:
-        return launch.count_cores() or self._cores.count
+        return core_environments.count_cores() or self._cores.count
 
     def memory_info(self) -> Mapping[str, int]:
         limit = names().memory_size()
@@ -263,7 +263,7 @@ class TorchTpuDriver(Driver):
         graph = trace.graph
         if graph.hash in self._programs:
             return
-        with counters.role(trace.role, trace.cause), computing():
+        with device_counters.role(trace.role, trace.cause), computing():
             text = self._complete(trace)
             outputs = trace.roots, output_axes(trace)
             program = self._programs[graph.hash] = self._cores.compile(text, trace.values, *outputs)
@@ -302,7 +302,7 @@ class TorchTpuDriver(Driver):
     # Operations
 
     def compute_keep_mask(self, words: Sequence[Tensor], shape: tuple[int, ...], limit: int, number: int) -> Tensor:
-        return bits.compute_keep_mask(words, shape, limit, number)
+        return dropout_bits.compute_keep_mask(words, shape, limit, number)
 
     def compute_once(self, tensor: Tensor) -> Tensor:
         return self._put_behind([tensor])[0]

@@ -1,6 +1,6 @@
 """`JaxCalls`: JAX functions as parts of a graph, such as the kernel of flash attention.
 
-A trace only marks a call, see `marks`. TorchTPU's own call of a JAX function isn't used: it works only where a TPU is.
+A trace only marks a call, see `graph_marks`. TorchTPU's own call of a JAX function isn't used, because it needs a TPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...runtime.jax_export import export
 from ...runtime.kernel_work import find_mark
-from .marks import Kind, Marked, Replacement, mark_of, replace_marked
+from .graph_marks import Kind, Marked, Replacement, mark_of, replace_marked
 
 _DEFINED = re.compile(r"func\.func (?:public |private )?@(\w+)")
 _RESULT_NAME = re.compile(r' \{jax\.result_info = "[^"]*"\}')

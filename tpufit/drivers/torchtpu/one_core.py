@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .modes import computing
-from .names import names
+from .compute_modes import computing
+from .private_names import names
 from .programs import Runner, compile_text
 
 

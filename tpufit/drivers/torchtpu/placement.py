@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ...backend import Sharding, block_of_rows, sharding_of_each
-from ...runtime.lazy import put_behind_barrier
+from ...runtime.pending_tensors import put_behind_barrier
 from ...runtime.placement import CorePlacement
 from ...utils.counters import waiting
-from .marks import Kind, mark_of
+from .graph_marks import Kind, mark_of
 from .one_core import OneCore, Program
-from .tensors import on_tpu
+from .tensor_identity import on_tpu
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .compile_cache import compile_or_load
-from .indices import narrow_indices
-from .layouts import layout_of, write_layouts
-from .modes import noting
-from .names import names
-from .products import unflatten_products
-from .slices import slice_before_merging
+from .compute_modes import noting
+from .core_layouts import layout_of, write_layouts
+from .private_names import names
+from .rewrite_indices import narrow_indices
+from .rewrite_products import unflatten_products
+from .rewrite_slices import slice_before_merging
 
 _HEAD = re.compile(r"func\.func @main\((.*?)\) -> ", re.DOTALL)
 _ARGUMENT = re.compile(r"%arg(\d+)\b")

@@ -16,13 +16,13 @@ from ...runtime.driver import Request
 from ...runtime.ops.lowerings import lower_missing
 from ...utils import hardware, releases
 from ...utils.defer_interrupt import defer_interrupt
-from . import launch
+from . import core_environments
 from .compile_cache import environment
 from .core_group import CoreGroup
 from .host import Host, find_host
 from .kernels import mend_kernels
-from .names import TRIED, is_awake, names, wake
 from .one_core import OneCore
+from .private_names import TRIED, is_awake, names, wake
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 3: only fatal errors
@@ -113,7 +113,9 @@ def start(request: Request, cores: CoresArgument, asked_by: str, interrupted: Co
                 f"{interrupted.count}. Restart it (in a notebook: the kernel)"
             )
     if count == 1:
-        with launch.setting_variables(launch.choosing_core(request.index if hardware.chips() else None)):
+        with core_environments.setting_variables(
+            core_environments.choosing_core(request.index if hardware.chips() else None)
+        ):
             start_core()
         return OneCore()
     if names().has_started() and count > host.count:
@@ -126,14 +128,14 @@ def start(request: Request, cores: CoresArgument, asked_by: str, interrupted: Co
         if host.count > 1 and not is_connected():
             connect(host.index, host.count, host.store(), host.address)
             note_place("starting its cores")
-        environments = launch.environments(host, count // host.count, platform())
+        environments = core_environments.environments(host, count // host.count, platform())
     except HostError:
         raise
     except RuntimeError as error:
         raise CoresError(f"cores={cores!r} was requested, but torch_tpu can't group these cores: {error}") from error
 
     def start_first() -> None:
-        with launch.setting_variables(environments[0]):
+        with core_environments.setting_variables(environments[0]):
             # PyTorch sends TorchTPU's warnings during this call to Python's filters; otherwise they are printed.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1).to("tpu")
@@ -144,9 +146,9 @@ def start(request: Request, cores: CoresArgument, asked_by: str, interrupted: Co
 
 def _count_on(host: Host, request: Request, cores: CoresArgument) -> int:
     """Return the number of cores that a call requests, on all hosts together."""
-    there = launch.count_cores()
+    there = core_environments.count_cores()
     if host.count == 1:
-        return launch.count_requested(request, there)
+        return core_environments.count_requested(request, there)
     own = 1 if host.started_by == "torchrun" else max(there, 1)
     count = request.count or own * host.count
     if request.index is not None or count % host.count:

@@ -18,13 +18,23 @@ from torch import Tensor
 
 from ... import hosts
 from ...backend import Cores, Placement
-from ...runtime import counters
+from ...runtime import device_counters
 from ...runtime.driver import Driver, Request, Trace
 from ...runtime.trace_seeds import Place, TraceSeeds
 from ...utils import hardware
 from ...utils.replacing_attributes import replacing_attributes
-from . import bits, counts, jax_calls, lowering, profiler, reading, release, rows, seeds
-from .bindings import xla
+from . import (
+    copy_to_host,
+    dropout_bits,
+    graph_hash,
+    host_rows,
+    jax_calls,
+    profiler,
+    release_differences,
+    trace_seeds,
+    xla_counters,
+)
+from .cpp_bindings import xla
 from .placement import AbsentXlaCores, XlaCores
 from .start import import_runtime, start, store
 
@@ -102,25 +112,25 @@ class XlaDriver(Driver):
 
     def send_parts(self, parts: Sequence[Tensor], axis: int, block: int, rows_: int, placement: Placement) -> Tensor:
         assert isinstance(placement, XlaCores)
-        return rows.send_parts(parts, axis, block, rows_, placement)
+        return host_rows.send_parts(parts, axis, block, rows_, placement)
 
     def fetch_parts(self, tensor: Tensor) -> Tensor:
-        return rows.fetch_parts(tensor)
+        return host_rows.fetch_parts(tensor)
 
     # Values
 
     def read(self, tensors: Sequence[Tensor], collective: bool) -> list[Tensor]:
-        return reading.read(tensors, collective)
+        return copy_to_host.read(tensors, collective)
 
     def read_one(self, tensor: Tensor) -> Tensor:
         value: Tensor = xla()._xla_get_cpu_tensors([tensor])[0]
         return value
 
     def reach(self, tensor: Tensor) -> None:
-        reading.reach(tensor)
+        copy_to_host.reach(tensor)
 
     def split_axis(self, tensor: Tensor) -> int | None:
-        return reading.split_axis(tensor)
+        return copy_to_host.split_axis(tensor)
 
     def compute(self, tensors: Sequence[Tensor], wait: bool = False) -> None:
         xla()._xla_sync_multi(list(tensors), devices=[], wait=wait, sync_xla_data=not wait)
@@ -137,7 +147,7 @@ class XlaDriver(Driver):
         return sum(xla()._check_device_tensor_need_materialization(str(torch_xla.device())))
 
     def count_copies(self) -> Hashable:
-        return counts.count_copies()
+        return xla_counters.count_copies()
 
     def identity(self, tensor: Tensor) -> int:
         return int(xla()._xla_get_tensor_id(tensor))
@@ -156,7 +166,7 @@ class XlaDriver(Driver):
         return copies
 
     def apply_view(self, tensor: Tensor, view: Tensor) -> Tensor:
-        return release.apply_view(tensor, view)
+        return release_differences.apply_view(tensor, view)
 
     # Traces
 
@@ -168,11 +178,11 @@ class XlaDriver(Driver):
 
     def trace_seeds(self, placement: Placement, seeds_: Sequence[int]) -> TraceSeeds:
         assert isinstance(placement, XlaCores)
-        return seeds.XlaSeeds(placement.device_name, seeds_)
+        return trace_seeds.XlaSeeds(placement.device_name, seeds_)
 
     def seed_tensors(self, placement: Placement, seeds_: Sequence[int], places: Sequence[Place]) -> list[Tensor]:
         assert isinstance(placement, XlaCores)
-        return seeds.seed_tensors(placement.device_name, seeds_, places)
+        return trace_seeds.seed_tensors(placement.device_name, seeds_, places)
 
     def work_of(self, tensor: Tensor) -> Hashable:
         graph_hash: Hashable = xla()._get_graph_hash([tensor])
@@ -185,7 +195,7 @@ class XlaDriver(Driver):
         return self._hash_of(roots, values, donated)
 
     def hash_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
-        with lowering.telling_apart(roots):
+        with graph_hash.telling_apart(roots):
             return self._hash_of(roots, values, donated)
 
     def _hash_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
@@ -204,8 +214,8 @@ class XlaDriver(Driver):
     def compile(self, trace: Trace) -> None:
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-        named = lowering.telling_apart(trace.roots)
-        with counters.role(trace.role, trace.cause), alias_with_buffer_donor_config(), named:
+        named = graph_hash.telling_apart(trace.roots)
+        with device_counters.role(trace.role, trace.cause), alias_with_buffer_donor_config(), named:
             xla()._xla_warm_up_cache(trace.roots, [])
 
     def text_of(self, roots: Sequence[Tensor]) -> str:
@@ -218,21 +228,21 @@ class XlaDriver(Driver):
     # Settings that a graph depends on
 
     def set_matmul_precision(self, name: str) -> None:
-        lowering.set_matmul_precision(name)
+        graph_hash.set_matmul_precision(name)
 
     def lowering(self, matmul_precision: str) -> AbstractContextManager[object]:
-        return lowering.lowering(matmul_precision)
+        return graph_hash.lowering(matmul_precision)
 
     def variables(self) -> tuple[str, ...]:
-        return lowering.variables()
+        return graph_hash.variables()
 
     def checking_shapes(self) -> AbstractContextManager[object]:
-        return release.checking_shapes()
+        return release_differences.checking_shapes()
 
     # Operations
 
     def compute_keep_mask(self, words: Sequence[Tensor], shape: tuple[int, ...], limit: int, number: int) -> Tensor:
-        return bits.compute_keep_mask(words, shape, limit, number)
+        return dropout_bits.compute_keep_mask(words, shape, limit, number)
 
     def compute_once(self, tensor: Tensor) -> Tensor:
         xla()._xla_optimization_barrier_([tensor])
@@ -251,13 +261,13 @@ class XlaDriver(Driver):
     # Reports
 
     def message_of(self, error: BaseException) -> str:
-        return release.message_of(error)
+        return release_differences.message_of(error)
 
     def fallback_counts(self) -> Counter[str]:
-        return counts.fallback_counts()
+        return xla_counters.fallback_counts()
 
     def count_reads(self) -> Hashable:
-        return counts.count_reads()
+        return xla_counters.count_reads()
 
     def count_compiled(self) -> int:
         import torch_xla.debug.metrics as metrics
@@ -265,14 +275,14 @@ class XlaDriver(Driver):
         return metrics.counter_value("UncachedCompile") or 0
 
     def get_seconds_executing(self) -> float:
-        metrics = counts.xla_metrics()
+        metrics = xla_counters.xla_metrics()
         return (metrics.metric_data("ExecuteTime") or (0, 0.0))[1] / 1e9 if metrics else 0.0
 
     def live_tensors(self) -> int:
-        return counts.live_tensors()
+        return xla_counters.live_tensors()
 
     def metrics_report(self) -> str:
-        metrics = counts.xla_metrics()
+        metrics = xla_counters.xla_metrics()
         return str(metrics.metrics_report()) if metrics else ""
 
     def start_profile(self, folder: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.ops.native import operation
-from .bindings import xla
+from .cpp_bindings import xla
 
 _FORWARD, _INVERSE, _OF_REAL, _TO_REAL = range(4)  # XLA's `FftType`
 _TYPES = {False: (11, 15), True: (12, 18)}  # XLA's `PrimitiveType` of real and complex numbers; True: of 64 bits

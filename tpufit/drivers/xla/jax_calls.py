@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...runtime.jax_export import export
-from .bindings import xla
+from .cpp_bindings import xla
 
 Computation = Callable[..., list[Tensor]]
 

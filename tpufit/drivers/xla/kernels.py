@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_map_only
 
 from ...runtime.ops import ordering
 from ...runtime.ops.native import operation
-from . import activations, comparisons, complexes, fourier, gathers, pools, promotion, reads
-from .release import redispatch
+from . import activations, comparisons, complexes, dtype_promotion, fourier, gathers, pooling, user_reads
+from .release_differences import redispatch
 
 _DISTINCT = 256  # up to this number, random numbers are rarely equal: once in 500 times
 
@@ -48,8 +48,8 @@ def mend_kernels(backend: str = "XLA") -> None:
     `roll` of an empty tensor divides by zero. `randperm` doesn't compile if several cores share the rows that it
     shuffles. An empty list of dimensions should mean all dimensions, but reduces none. Diagonals of a tensor's first
     two dimensions, `pixel_shuffle` by a second factor, and singular values of several matrices are wrong.
-    The modules `activations`, `comparisons`, `complexes`, `fourier`, `pools`, `promotion`, `reads` and
-    `runtime/ops/ordering.py` describe the other differences.
+    The modules `activations`, `comparisons`, `complexes`, `fourier`, `pooling`, `dtype_promotion`,
+    `user_reads` and `runtime/ops/ordering.py` describe the other differences.
     """
     if backend in _libraries:
         return
@@ -82,13 +82,13 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels: dict[str, Callable[..., Any]] = {"roll": _roll, "glu": _glu}
     kernels |= {"convolution_backward_overrideable": _convolution_backward}
     kernels |= dict.fromkeys(("squeeze_copy.dim", "squeeze_copy.dims"), _squeeze)
-    kernels |= {"_local_scalar_dense": reads.read, "_to_copy": reads.convert}
+    kernels |= {"_local_scalar_dense": user_reads.read, "_to_copy": user_reads.convert}
     kernels |= {"inverse": _inverse, "linalg_inv_ex": _inverse}
     kernels |= {"_linalg_svd": _svd, "pixel_shuffle": _pixel_shuffle, "svd": _svd}
     kernels |= {"as_strided_scatter": gathers.as_strided_scatter, "repeat": gathers.repeat}
     kernels |= {name: partial(_over_all, position) for name, position in _DIMENSIONS.items()}
     kernels |= {"diagonal": _diagonal, "diagonal_copy": _diagonal, "diagonal_scatter": _diagonal_scatter}
-    kernels |= comparisons.OWN | promotion.OWN
+    kernels |= comparisons.OWN | dtype_promotion.OWN
     kernels |= dict.fromkeys(("argmax", "argmin"), ordering.arg_extreme)
     kernels |= dict.fromkeys(("max.dim", "min.dim"), ordering.extreme)
     kernels |= dict.fromkeys(("max", "min"), ordering.extreme_of)
@@ -102,8 +102,8 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels |= dict.fromkeys(("log", "log10", "log2", "sqrt"), complexes.of_hidden)
     for name, replacement in complexes.OF_COMPLEX.items():
         kernels[name] = partial(_complex_or, replacement, kernels.get(name, _native))
-    for name in promotion.OF_INTEGERS:
-        kernels[name] = partial(promotion.make_floating, kernels.get(name, _native))
+    for name in dtype_promotion.OF_INTEGERS:
+        kernels[name] = partial(dtype_promotion.make_floating, kernels.get(name, _native))
     for name in _SUMS:
         kernels[name] = partial(_in_float32, kernels.get(name, _native))
     for name in ("elu", "hardsigmoid", "hardswish", "hardtanh"):
@@ -122,15 +122,15 @@ def _kernels_with_gradients() -> dict[str, Callable[..., Any]]:
 
 def _kernels_of_any() -> dict[str, Callable[..., Any]]:
     """Return the kernels of operations whose first argument may be a number, or a tensor on the host."""
-    kernels: dict[str, Callable[..., Any]] = {"copy_": reads.copy, "_to_cpu": reads.read_all}
+    kernels: dict[str, Callable[..., Any]] = {"copy_": user_reads.copy, "_to_cpu": user_reads.read_all}
     return kernels | {"pow.Scalar": complexes.power_of_number}
 
 
 def _kernels_above_gradients() -> dict[str, Callable[..., Any]]:
     """Return the kernels of operations for which torch_xla has gradients; their arguments are as in `_kernels`."""
-    kernels: dict[str, Callable[..., Any]] = {"avg_pool2d": pools.avg_pool, "avg_pool3d": pools.avg_pool}
+    kernels: dict[str, Callable[..., Any]] = {"avg_pool2d": pooling.avg_pool, "avg_pool3d": pooling.avg_pool}
     kernels = {name: partial(_in_float32, partial(kernel, name)) for name, kernel in kernels.items()}
-    kernels |= {name: partial(pools.max_pool, name) for name in ("max_pool2d", "max_pool3d")}
+    kernels |= {name: partial(pooling.max_pool, name) for name in ("max_pool2d", "max_pool3d")}
     kernels |= {f"replication_pad{n}d": gathers.replicate for n in (1, 2, 3)} | {"cdist": _cdist}
     return {name: partial(_on_the_device, kernel) for name, kernel in kernels.items()} | {"einsum": _einsum}
 

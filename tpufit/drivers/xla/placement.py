@@ -1,7 +1,7 @@
 """`XlaCores`: one core or a mesh, and `AbsentXlaCores`, for which a `Recorder` keeps the programs.
 
 Over a mesh, the number of rows needn't be divisible by the number of cores: the partitioner pads and masks rows
-exactly, if indices have 32 bits (see `indices`).
+exactly, if indices have 32 bits (see `narrow_indices`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ...backend import Sharding, sharding_of_each
-from ...runtime import counters
-from ...runtime.absent import AbsentPlacement
+from ...runtime import device_counters
+from ...runtime.absent_cores import AbsentPlacement
 from ...runtime.device_errors import translate
 from ...runtime.placement import CorePlacement
 from ...utils.counters import waiting
-from .bindings import xla
+from .cpp_bindings import xla
 
 _SMALL = 4096  # bytes
 
@@ -108,8 +108,9 @@ class XlaCores(CorePlacement):
         return xla().OpSharding([], [], [], spmd.ShardingType.MANUAL)
 
     def launch(self, role: str, cause: str = "", tensors: Sequence[Tensor] | None = None) -> None:
-        with counters.role(role, cause):
-            xla()._xla_step_marker(self.device_name, [], wait=False, tensors=tensors)  # the argument is from `syncs`
+        with device_counters.role(role, cause):
+            # `sync_functions` adds the argument `tensors`.
+            xla()._xla_step_marker(self.device_name, [], wait=False, tensors=tensors)
 
     def send(self, tensors: Sequence[Tensor], sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE) -> list[Tensor]:
         on_device = [t.is_xla for t in tensors]  # type: ignore[attr-defined]  # missing in PyTorch's stubs
@@ -135,7 +136,7 @@ class XlaCores(CorePlacement):
         return map(partial(xla()._run_cached_graph, name), [inputs])
 
     def compute_and_wait(self, copies: list[Tensor]) -> list[Tensor]:
-        with waiting("packing"), counters.role("transfer"):
+        with waiting("packing"), device_counters.role("transfer"):
             xla()._xla_sync_multi(copies, devices=[], wait=True)
         return copies
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .bindings import xla
+from .cpp_bindings import xla
 
 
 def start_profile(folder: str | os.PathLike[str]) -> None:

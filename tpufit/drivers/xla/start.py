@@ -18,11 +18,11 @@ from ...runtime.driver import Request
 from ...runtime.ops.lowerings import lower_missing
 from ...utils import hardware
 from ...utils.defer_import import defer_import
-from . import release
-from .indices import narrow_indices
+from . import release_differences
 from .kernels import mend_kernels
+from .narrow_indices import narrow_indices
 from .start_errors import translate_import, translate_start
-from .syncs import mend_syncs
+from .sync_functions import mend_syncs
 
 # On a CPU: maxima and minima propagate NaN, as on a TPU and in PyTorch; and a network compiles in four fifths of the
 # time, to a program that is as fast.
@@ -36,7 +36,7 @@ def start(request: Request, cores: Any, asked_by: str, wish: str | None) -> tupl
     started = runtime._XLAC._xla_runtime_is_initialized()
     platform = runtime.runtime.device_type()
     if platform == "TPU" and not started:
-        release.warn_of_libtpu()
+        release_differences.warn_of_libtpu()
     if platform == "CPU" and not started:
         count = request.count or 1
         os.environ["CPU_NUM_DEVICES"] = str(count if request.index is None else request.index + 1)
@@ -45,7 +45,7 @@ def start(request: Request, cores: Any, asked_by: str, wish: str | None) -> tupl
         available = runtime.runtime.global_runtime_device_count()
         processes = runtime.runtime.process_count()
     except (RuntimeError, OSError) as error:
-        release.remove_exit_handler(runtime)
+        release_differences.remove_exit_handler(runtime)
         raise translate_start(error, platform, wish) from error
     index, count = _choose(request, available, platform, started, runtime.runtime.is_spmd(), cores)
     if processes > 1 and count < available:
@@ -78,7 +78,7 @@ def store() -> Any:
 
 def import_runtime() -> Any:
     """Import torch_xla without its log line about the platform: `fit` prints a better one."""
-    release.release()
+    release_differences.release()
     _quieten()
     if "torch_xla" not in sys.modules:
         hardware.drop_stale_variables()

@@ -5,7 +5,7 @@ import re
 from ...errors import DeviceBusyError, StartError
 from ...runtime.device_errors import with_words
 from ...utils import hardware, releases
-from .release import message_of
+from .release_differences import message_of
 
 _BUSY = re.compile(r"already in use|device or resource busy|in used? by another process", re.IGNORECASE)
 _CLOSED = re.compile(r"/dev/(?:accel|vfio)\S*\)?:? .*(?:Operation not permitted|Permission denied)", re.IGNORECASE)

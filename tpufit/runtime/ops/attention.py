@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kinds import keeps_bfloat16, kind_of
+from ..core_kind import keeps_bfloat16, kind_of
 from ..trace_context import assuming_finite, trace_context
 from .attention_choice import choose_flash, cores
 from .dropout import compute_once, draw_keep_mask, scale_kept

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ...backend.attention import AttentionForms
 from ...utils import releases
-from ...utils.users_code import warn
-from ..kinds import has_flash, kind_of
+from ...utils.user_code import warn
+from ..core_kind import has_flash, kind_of
 from ..placement import CorePlacement
 from ..trace_context import trace_context, tracing_with
 from .masks import Masks, Pattern

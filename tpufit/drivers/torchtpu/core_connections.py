@@ -1,0 +1,334 @@
+"""`CoreConnections`: the other cores' processes, the connections to them, and the detection of failures.
+
+The user's process sends every message to all of them. Even if a signal comes, a message reaches all cores or none:
+Python prepares the message, and a single call in C sends it to all cores, during which no signal handler runs.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import subprocess
+import tempfile
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
+from selectors import EVENT_READ, DefaultSelector
+from time import monotonic, sleep
+from typing import IO, Any
+
+import torch
+
+from ...errors import DeviceLostError
+from ...hosts.heartbeat import silence_limit
+from ...utils.child_python import child_python
+from ...utils.children import explain_end
+from .messages import Begin, Block, Failed, Imported, Map, Message, Probe, Sign, Started, pack, receive
+
+called: Callable[[partial[Any]], Any] = partial.__call__
+"""Calls a `partial`, as a function in C."""
+
+_PROCESS = f"{__package__}.core_process"
+_PACKET = 1 << 18  # bytes of a socket's send buffer
+_SMALLEST = 1 << 20  # bytes of the smallest block
+_SHORT = 1e-3  # the most seconds between two checks of a condition
+_PROBED = 2.0  # seconds between two probes of the cores for failed programs, during a wait
+_GRACE = 10.0  # seconds for the other cores to meet an error of the first core
+
+
+class CoreConnections:
+    """The processes of all cores except the first core, which this process drives.
+
+    Args:
+        environments: The environment variables that TorchTPU reads, for each core of this host.
+        start: Starts the runtime in this process; called in a thread, once all other processes can start it, too.
+        lose: Called when the cores fail after the start has begun, because the device may then never answer.
+        first: The number of this host's first core among the cores of all hosts (default 0), for error messages.
+
+    Attributes:
+        count: The number of this host's cores, including the first.
+        failure: The reason why the cores have failed; empty if they haven't.
+        lock: Held while messages that belong together are sent, because another thread sends batches ahead.
+    """
+
+    def __init__(
+        self,
+        environments: Sequence[Mapping[str, str]],
+        start: Callable[[], None],
+        lose: Callable[[], None],
+        first: int = 0,
+    ) -> None:
+        self.count = len(environments)
+        self._first = first
+        self.failure = ""
+        self.lock = threading.RLock()
+        self._start = start
+        self._lose = lose
+        self._lines: list[socket.socket] = []
+        self._room = select.poll()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._said: list[IO[bytes]] = []
+        self._answers = {Imported: 0, Started: 0}
+        self._begun = False  # True once the start of this process's runtime has begun
+        self._ready = False
+        self._reports = [0] * (self.count - 1)  # the number of failures received from each core
+        self._failed: dict[int, str] = {}  # the errors of messages, by the message's number
+        self._blocked: dict[int, str] = {}  # the errors of cores that failed to run a program
+        self._blocks = [Block(_SMALLEST)]  # the first block contains the cores' signs
+        self._used: list[int] = [0]  # the last message that used each block
+        self._signs = self._blocks[0].tensor_at(0, (self.count, len(Sign)), torch.int64).numpy()[1:]
+        self._sent = 0
+        # The processes end when the thread that starts them ends.
+        self._keeper = threading.Thread(target=self._keep, args=(environments,), daemon=True, name="tpufit cores")
+
+    # Processes
+
+    def begin(self) -> None:
+        """Start the processes and their runtimes, and wait for them; after an interrupt, continue the start."""
+        if self._keeper.ident is None:
+            self._keeper.start()
+        self.wait_until(lambda: self._ready and self._answers[Started] == self.count - 1)
+
+    def cancel(self) -> bool:
+        """End the processes, and return True, if the start of this process's runtime hasn't begun."""
+        with self.lock:
+            if not self._begun:
+                self._fail("their start was cancelled")
+            return not self._begun
+
+    def _keep(self, environments: Sequence[Mapping[str, str]]) -> None:
+        """Start the processes and listen to them."""
+        if self.count == 1:
+            return self._begin()
+        with DefaultSelector() as answers:
+            try:
+                for core in range(1, self.count):
+                    self._lines.append(self._line(core, environments[core]))
+                    self._room.register(self._lines[-1], select.POLLOUT)
+                    answers.register(self._lines[-1], EVENT_READ, (core, self._lines[-1]))
+                self.tell(Map(0, self._blocks[0].nbytes), self._blocks[0].descriptor)
+            except OSError as error:
+                self._fail(f"no process could be started for a core: {error}")
+            while answers.get_map():
+                for key, _ in answers.select():
+                    core, line = key.data
+                    if not self._hear(core, line):
+                        answers.unregister(line)
+                        self._note_end(core)
+
+    def _hear(self, core: int, line: socket.socket) -> bool:
+        """Handle a core's message. Return False if its connection is closed."""
+        try:
+            answer, _, _ = receive(line)
+        except ConnectionError:
+            return False
+        if isinstance(answer, Failed):
+            self._failed[answer.message] = answer.why
+            if answer.blocks:
+                self._blocked[core] = answer.why
+            self._reports[core - 1] += 1
+        elif isinstance(answer, (Imported, Started)):
+            self._answers[type(answer)] += 1
+            if self._answers[Imported] == self.count - 1 and not self._begun:
+                threading.Thread(target=self._begin, daemon=True).start()
+        return answer is not None
+
+    def _begin(self) -> None:
+        """Start the runtime in all processes at once, because each start waits for the others."""
+        with self.lock:
+            if self.failure or self._begun:
+                return
+            self._begun = True
+            self.tell(Begin())
+        try:
+            self._start()
+        except RuntimeError as error:
+            self._fail(str(error))
+        self._ready = True
+
+    def _line(self, core: int, variables: Mapping[str, str]) -> socket.socket:
+        """Start the process of a core, and return the connection to it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PACKET)
+        said = tempfile.TemporaryFile()  # noqa: SIM115 - it is read after the process has ended
+        command = ["-m", _PROCESS, str(theirs.fileno()), str(core), str(self.count)]
+        with theirs:
+            self._processes.append(
+                subprocess.Popen(
+                    **child_python(command, {**variables, "PYTHONFAULTHANDLER": "1"}),
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=said,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is for the user's process alone
+                )
+            )
+        self._said.append(said)
+        return ours
+
+    def _note_end(self, core: int) -> None:
+        status = self._processes[core - 1].wait()
+        said = self._said[core - 1]
+        said.seek(0)
+        end = explain_end(status, said.read().decode(errors="replace"))
+        self._fail(f"the process of core {self._first + core} is gone: {end}")
+
+    def _fail(self, why: str) -> None:
+        """Kill the processes, and record why. The first reason is kept, because it may cause later failures."""
+        if not self.failure:
+            if self._begun:
+                self._lose()
+            self.failure = why
+        for process in self._processes:
+            process.kill()
+
+    # Waits
+
+    def check(self) -> None:
+        """Raise an error if the cores have failed."""
+        if self.failure:
+            # TorchTPU can't be started again while one of its programs waits for other cores.
+            raise DeviceLostError(
+                f"this process has lost its cores: {self.failure}. Restart the process (in a notebook: the kernel) and "
+                "resume from the last checkpoint with fit(resume=True)"
+            )
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = inf, programs: bool = False) -> bool:
+        """Wait until a condition holds, or raise an error if the cores have failed.
+
+        Args:
+            condition: Called repeatedly.
+            seconds: The most seconds to wait (default: no limit).
+            programs: True (default False) if the condition depends on programs of all cores.
+
+        Returns:
+            False if the time has run out.
+        """
+        pause = 1e-5
+        began = looked = monotonic()
+        probe = 0
+        doubted: set[int] = set()
+        while not condition():
+            self.check()
+            sleep(pause)
+            pause = min(2 * pause, _SHORT)
+            now = monotonic()
+            if now - began > seconds:
+                return False
+            if now - looked > _PROBED:
+                looked = now
+                self._check_beats(now)
+                if programs:
+                    doubted = self._doubt(probe, doubted)
+                    with self.lock:
+                        probe = self.tell(Probe())
+        return True
+
+    def _check_beats(self, now: float) -> None:
+        for core, beat in enumerate(self._signs[:, Sign.BEAT], 1):
+            if 0 < beat < (now - silence_limit()) * 1e3:
+                number = self._first + core
+                self._fail(f"the process of core {number} has sent no heartbeat for {silence_limit():g} s")
+
+    def _doubt(self, probe: int, doubted: set[int]) -> set[int]:
+        """Return the cores that failed to run a program, and have answered a later probe.
+
+        If a core was in doubt before, fail: the first core would wait for ever for that core's part of the program.
+        """
+        idle = {core for core in self._blocked if probe and self._signs[core - 1, Sign.DONE] >= probe}
+        for core in idle & doubted:
+            why = self._blocked[core]
+            self._fail(f"core {self._first + core} met an error that core {self._first} didn't meet: {why}")
+        return idle
+
+    def watch_while(self, waits: Callable[[], None]) -> None:
+        """Call a function that waits for programs of all cores in a thread, and raise an error here if a core fails."""
+        failed: list[RuntimeError] = []
+
+        def call() -> None:
+            try:
+                waits()
+            except RuntimeError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        self.wait_until(lambda: not thread.is_alive(), programs=True)
+        if failed:
+            raise failed[0]
+
+    def settle(self, why: str) -> None:
+        """Ensure that all cores have met an error that the first core has met, or else fail.
+
+        The caller has ensured that the first core has finished all other work.
+        """
+        self.check()
+        with self.lock:
+            probe = self.tell(Probe())
+        if self.wait_until(lambda: self.last_handled() >= probe, _GRACE):
+            self._blocked.clear()
+            self._failed.clear()
+            return
+        waiting = [core for core, done in enumerate(self._signs[:, Sign.DONE], 1) if done < probe]
+        self._fail(f"core {self._first + waiting[0]} didn't meet an error that core {self._first} met: {why}")
+        self.check()
+
+    # Messages
+
+    def prepare_sending(self, message: Message, descriptor: int | None = None) -> list[partial[Any]]:
+        """Prepare a message: return a call in C for each other core, which sends it. The caller holds the lock."""
+        self.wait_until(lambda: len(self._room.poll(0)) == len(self._lines))  # a send that waits could be interrupted
+        self._sent += 1
+        packet = pack(message, self._sent)
+        if descriptor is None:
+            return [partial(line.send, packet) for line in self._lines]
+        files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))]
+        return [partial(line.sendmsg, [packet], files) for line in self._lines]
+
+    def tell(self, message: Message, descriptor: int | None = None) -> int:
+        """Send a message to all other cores, and return its number. The caller holds the lock."""
+        sends = map(called, self.prepare_sending(message, descriptor))
+        try:
+            deque(sends, maxlen=0)
+        except ConnectionError:  # the listening thread is about to record why
+            self.wait_until(lambda: False)
+        return self._sent
+
+    def last_handled(self) -> int:
+        """Return the number of the last message that all cores have handled."""
+        return int(self._signs[:, Sign.DONE].min(initial=self._sent))
+
+    def reach(self, message: int) -> None:
+        """Wait until all cores have handled a message.
+
+        Raises:
+            RuntimeError: The message has failed on a core.
+        """
+        self.wait_until(lambda: self.last_handled() >= message)
+        self.wait_until(lambda: all(self._reports >= self._signs[:, Sign.REPORTS]))
+        why = self._failed.pop(message, "")
+        if why:
+            raise RuntimeError(why)
+
+    # Blocks
+
+    def block(self, nbytes: int) -> tuple[int, Block]:
+        """Return an unused block of at least `nbytes` bytes, and its number. The caller holds the lock."""
+        done = self.last_handled()
+        for number, block in enumerate(self._blocks):
+            if number and block.nbytes >= nbytes and self._used[number] <= done:
+                return number, block
+        number = len(self._blocks)
+        block = Block(max(_SMALLEST, 1 << (nbytes - 1).bit_length()))
+        self.tell(Map(number, block.nbytes), block.descriptor)
+        self._used.append(0)
+        self._blocks.append(block)
+        return number, block
+
+    def tell_of(self, message: Message, block: int) -> int:
+        """Send a message whose data are in a block. The caller holds the lock."""
+        self._used[block] = self._sent + 1  # before the send: an interrupt between the two could leave the block free
+        return self.tell(message)

@@ -1,0 +1,328 @@
+"""`run_preflight`: plans, traces and compiles the steps of a compiled model, and analyses the programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .. import errors
+from ..backend import Cores
+from ..data.stream import DEFAULT_BATCH_SIZE, GLOBAL
+from ..data.user_data import recognize, recognize_held_out
+from ..errors import ArgumentError, PreflightError, say_count
+from ..runtime import has_flash, keeps_bfloat16
+from ..step import Engine, list_policies
+from ..trainer.auto_batch_size import require_rows
+from ..trainer.fit_arguments import TrainingData, ValidationData
+from ..trainer.preconditions import require_learning
+from ..utils import hardware, releases
+from ..utils.user_code import warn
+from .analysis import CompiledProgram, analyse
+from .children import run
+from .compiling import FLAGS
+from .pickling import pickle_training
+from .preflight_plan import ENVIRON, FAULT, PLAN, TRACED, PreflightPlan, plan_of
+from .report import Comparison, PreflightReport
+from .tpu_slices import Slice, slice_of, slice_with
+
+# The arguments of `fit` that change none of its programs.
+_WITHOUT_EFFECT = {"epochs", "callbacks", "initial_epoch", "min_epochs", "max_steps", "max_time", "resume", "strict"}
+_WITHOUT_EFFECT |= {"cores", "sanity_steps"}
+_CLOSE = 1.05  # the search ends if a batch larger by this factor doesn't fit
+
+
+@dataclass(frozen=True)
+class PreflightRun:
+    """A requested preflight."""
+
+    engine: Engine
+    train: TrainingData
+    validation: ValidationData
+    limit: int | float | None
+    timeout: float  # the time limit of one process, in seconds
+    verbose: bool  # show a clock
+    # The versions of the TPU's compiler and related packages.
+    compiler: Mapping[str, str] = field(default_factory=dict)
+    remat: str | None = None  # "auto" to find the cheapest policy with which all programs fit
+
+    def reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
+        """Compile the programs of a `fit` for slices; return a report for each. Equal steps are traced once."""
+        sized = [replace(self, train=replace(self.train, batch_size=self.batch_size_on(on))) for on in slices]
+        slices_by_key: dict[Any, list[int]] = {}
+        for i, on in enumerate(slices):
+            kind = on.chip.kind
+            key = on.devices, sized[i].train.batch_size, keeps_bfloat16(kind), has_flash(kind)
+            slices_by_key.setdefault(key, []).append(i)
+        found: dict[int, PreflightReport] = {}
+        for group in slices_by_key.values():
+            one = sized[group[0]]
+            found |= one.compile_for({i: slices[i] for i in group})
+        return [found[i] for i in range(len(slices))]
+
+    def compile_for(self, slices: Mapping[int, Slice]) -> dict[int, PreflightReport]:
+        """Compile all programs for numbered slices with equal traces; return a report for each, by its number.
+
+        With `remat="auto"` a report is for the first policy with which all programs fit, or for the last.
+        """
+        left = dict(slices)
+        found: dict[int, PreflightReport] = {}
+        plan = self.plan(next(iter(slices.values())))
+        given = plan.config.remat
+        for remat in [given] if self.remat is None else list_policies(given):
+            tried = replace(plan, config=plan.config.with_remat(remat, plan.model.module))
+            found |= zip(left, self.compile_plan(tried, list(left.values())), strict=True)
+            left = {i: on for i, on in left.items() if not found[i].fits}
+            if not left:
+                break
+        return found
+
+    def plan(self, on: Slice) -> PreflightPlan:
+        """Plan the steps for a slice."""
+        plan = plan_of(self.engine, self.train, self.validation, on.devices, self.limit)
+        return replace(plan, kind=on.chip.kind)
+
+    def compile_plan(self, plan: PreflightPlan, slices: Sequence[Slice]) -> list[PreflightReport]:
+        """Trace the steps of a plan, and compile them; return a report for each slice.
+
+        All slices have the plan's number of cores, and equal traces.
+        """
+        rows = plan.passes[0].groups[0][0].rows
+        given = self.train.batch_size
+        size = -(-rows // plan.cores) if given in (None, GLOBAL) else given
+        config = plan.config
+        with tempfile.TemporaryDirectory(prefix="tpufit-preflight-") as name:
+            folder = Path(name)
+            traced = self.trace(plan, folder)
+            return [
+                PreflightReport(
+                    on,
+                    self.compile(traced, folder, on),
+                    size,
+                    config.precision,
+                    config.steps_per_execution,
+                    self.compiler,
+                    config.remat,
+                )
+                for on in slices
+            ]
+
+    def trace(self, plan: PreflightPlan, folder: Path) -> dict[str, Any]:
+        """Trace the steps of a plan into a folder, for all slices with this number of cores and equal traces.
+
+        Returns:
+            The facts about each program, by the name of its file, see `Tracer.describe_programs`.
+        """
+        state, _ = self.engine.state.tensors()
+        (folder / PLAN).write_bytes(pickle_training(plan, plan.model, state.keys()))
+        what = f"tracing for {say_count(plan.cores, 'core')}"
+        try:
+            run(["-P", "-m", f"{__package__}.tracing", str(folder)], what, self.timeout, self.verbose, ENVIRON)
+        except PreflightError as error:
+            raise _fault(folder) or error from None
+        traced: dict[str, Any] = json.loads((folder / TRACED).read_text())
+        return traced
+
+    def compile(self, traced: Mapping[str, Any], folder: Path, on: Slice) -> list[CompiledProgram]:
+        """Compile some of the programs that `trace` has written to its folder."""
+        job = {
+            "slice": on.name,
+            "topology": on.topology,
+            "chips_per_host_bounds": on.chips_per_host_bounds,
+            "cores": on.devices,
+            "flags": f"{FLAGS} {on.chip.flags}" if releases.sets_flags(self.compiler) else "",
+            "config": on.chip.config,
+            "programs": traced,
+        }
+        (folder / "job.json").write_text(json.dumps(job))
+        script = str(Path(__file__).with_name("compiling.py"))
+        command = ["-P", script, str(folder), str(folder / "job.json")]
+        try:
+            run(command, f"compiling for {on.name}", self.timeout, self.verbose)
+        except PreflightError as error:
+            if not self.compiler or releases.is_tested(self.compiler):
+                raise
+            why = releases.explain_untested(self.compiler)
+            cure = releases.command(self.compiler)
+            raise PreflightError(f"{error}\nPerhaps because {why}. A tested version: {cure}") from None
+        found = []
+        for name, facts in traced.items():
+            compiled = json.loads((folder / f"{name}.{on.name}.json").read_text())
+            before = (folder / f"{name}.before.txt").read_text()
+            text = folder / f"{name}.{on.name}.txt"
+            after = text.read_text() if text.exists() else ""
+            try:
+                found.append(analyse(facts, compiled, before, after, on))
+            except ValueError as error:
+                raise PreflightError(f"the compiler for {on.name} refuses the {facts['role']} step: {error}") from None
+        return found
+
+    def batch_size_on(self, on: Slice) -> int | str | None:
+        """Return the batch size on a slice, from the argument of `fit`."""
+        size: int | str | None = self.train.batch_size
+        return self._largest(on) if size == "auto" else size
+
+    def _largest(self, on: Slice) -> int:
+        """Find the largest batch size per core whose training step fits, by compiling it at several sizes.
+
+        A compilation takes minutes and returns the bytes, from which the next size is computed.
+        `trainer.auto_batch_size` tries sizes on the device, which shows only whether they fit.
+        """
+        require_rows(self.train.data)
+        train, _ = self.validation.split_off(self.train)
+        largest = 0
+        smallest_too_large = 0
+        totals: dict[int, int] = {}  # the memory of a core, by the batch size
+        size = DEFAULT_BATCH_SIZE
+        while True:
+            sized = replace(self, train=replace(train, batch_size=size), validation=ValidationData())
+            plan = sized.plan(on)
+            size = min(size, -(-plan.passes[0].groups[0][0].rows // on.devices))
+            if size in totals:  # all rows are in one batch, and it fits
+                return size
+            one = replace(plan, passes=[replace(plan.passes[0], groups=plan.passes[0].groups[:1])])
+            step = sized.compile_plan(one, [on])[0].step
+            totals[size] = step.memory.total
+            if step.fits:
+                largest = size
+            else:
+                smallest_too_large = size
+            if smallest_too_large and (smallest_too_large <= largest * _CLOSE or smallest_too_large - largest <= 1):
+                break
+            size = _next_size(largest, smallest_too_large, totals, on)
+        if not largest:
+            raise PreflightError(f"not even one row per core fits into a core of {on.name}: {step.warnings['memory']}")
+        return largest
+
+
+def run_preflight(
+    engine: Engine, tpu: str | Sequence[str], arguments: Mapping[str, Any]
+) -> PreflightReport | Comparison:
+    """Compile the steps of a `fit` for one TPU or several, by its arguments and `timeout`.
+
+    Raises:
+        ArgumentError: `fit` has no such argument.
+        PreflightError: The steps can't be traced, or the compiler is missing, refuses or fails.
+    """
+    slices = [slice_of(name) for name in ([tpu] if isinstance(tpu, str) else tpu)]
+    if not slices:
+        raise ArgumentError("tpu must be the name of a slice, such as 'v5e-8', or several, got none")
+    one = preflight_run_of(engine, arguments)
+    for on in slices:
+        if on.chip.runtime not in ("", releases.runtime_of(one.compiler)):
+            raise PreflightError(releases.explain_unknown_chip(one.compiler, on.chip.name))
+    reports = one.reports(slices)
+    engine.log.predicted = reports[0].seconds
+    return reports[0] if isinstance(tpu, str) else Comparison(reports)
+
+
+def largest_batch(engine: Engine, train: TrainingData, cores: Cores, memory: int) -> int | None:
+    """Find the most rows per core whose training step fits into the memory of these cores, in bytes.
+
+    None if the compiler is missing, or if it can't compile for a slice of these cores.
+
+    Raises:
+        PreflightError: The step can't be traced or compiled, or not even one row fits.
+    """
+    on = slice_with(hardware.chips(), cores.count, memory)
+    if on is None or releases.list_missing(releases.compiler()):
+        return None
+    run = PreflightRun(
+        engine, replace(train, batch_size="auto"), ValidationData(), None, 3600.0, True, check_compiler()
+    )
+    size = run.batch_size_on(on)
+    return None if isinstance(size, str) else size
+
+
+def preflight_run_of(engine: Engine, arguments: Mapping[str, Any]) -> PreflightRun:
+    """Create a run from the arguments of `Model.preflight` except `tpu`.
+
+    Raises:
+        ArgumentError: `fit` has no such argument, or no parameter learns.
+        PreflightError: The compiler is missing.
+    """
+    parts = {"x", "y", "sample_weight"}
+    own = {one.name for one in fields(TrainingData)} - {"data"}
+    held = {f"validation_{one.name}" for one in fields(ValidationData)}
+    unknown = sorted(arguments.keys() - parts - own - held - _WITHOUT_EFFECT - {"limit", "timeout", "verbose", "remat"})
+    if unknown:
+        raise ArgumentError(f"preflight takes the arguments of fit, tpu, remat and timeout, got {', '.join(unknown)}")
+    require_learning(engine)
+    remat = arguments.get("remat")
+    if remat not in (None, "auto"):
+        raise ArgumentError(f"preflight's remat must be 'auto' or None, got {remat!r}: compile takes the others")
+    if remat and arguments.get("batch_size") == "auto":
+        raise ArgumentError("remat='auto' needs a fixed batch_size, but got batch_size='auto' too: pass a number")
+    data = recognize(**{name: value for name, value in arguments.items() if name in parts})
+    train = TrainingData(data, **{name: value for name, value in arguments.items() if name in own})
+    given = {name.removeprefix("validation_"): value for name, value in arguments.items() if name in held}
+    timeout = arguments.get("timeout", 3600.0)
+    verbose = bool(arguments.get("verbose", True))
+    if remat:  # missing names are errors before the first compilation
+        for one in list_policies(engine.config.remat):
+            engine.config.with_remat(one, engine.model.module)
+    if given.get("data") is not None:
+        given["data"] = recognize_held_out(given["data"], "validation_data", data)
+    validation = ValidationData(**given)
+    return PreflightRun(engine, train, validation, arguments.get("limit"), timeout, verbose, check_compiler(), remat)
+
+
+def check_compiler() -> dict[str, str]:
+    """Return the versions of the TPU's compiler and related packages. Warn if this combination is untested.
+
+    Raises:
+        PreflightError: The compiler isn't installed.
+    """
+    found = releases.compiler()
+    missing = releases.list_missing(found)
+    if found.get(releases.runtime_of(found)) is None:
+        raise PreflightError(
+            "a preflight traces steps with the runtime for the TPU's compiler, but no runtime is installed. Run: "
+            "pip install 'tpufit[preflight]', or for TorchTPU: pip install 'tpufit[tpu]'"
+        )
+    releases.check_versions(*(releases.version(name) for name in ("torch", *releases.RUNTIMES)))
+    if missing:
+        here = ", ".join(f"{name} {own or 'missing'}" for name, own in found.items())
+        raise PreflightError(
+            f"a preflight needs the TPU's compiler: {releases.command(found, *missing)}, which takes up to 1 GB (from "
+            f"Python 3.11 on). Here: {here}"
+        )
+    if not releases.is_tested(found):
+        warn(f"{releases.explain_untested(found)}. The preflight uses it; a tested version: {releases.command(found)}")
+    return {name: str(own) for name, own in found.items()}
+
+
+def _fault(folder: Path) -> errors.TpufitError | None:
+    """Return the error that ended the tracing process, if it was one of tpufit's."""
+    path = folder / FAULT
+    if not path.exists():
+        return None
+    told = json.loads(path.read_text())
+    kind = getattr(errors, told["kind"], PreflightError)
+    try:
+        fault: errors.TpufitError = kind(told["message"])
+    except TypeError:  # its class takes other arguments
+        fault = PreflightError(told["message"])
+    return fault
+
+
+def _next_size(largest: int, too_large: int, totals: dict[int, int], on: Slice) -> int:
+    """Return the next batch size: where a line through two known sizes reaches the memory of a core."""
+    if not too_large and len(totals) == 1:
+        return largest * 4
+    known = sorted(totals)
+    (a, b) = (
+        (largest, too_large) if largest and too_large else (known[0], known[-1]) if len(known) > 1 else (0, too_large)
+    )
+    slope = (totals[b] - totals.get(a, 0)) / (b - a)
+    reaches = int(b + (on.chip.memory * 0.98 - totals[b]) / slope) if slope > 0 else 2 * b
+    if not largest:
+        return max(1, min(too_large // 2, reaches))
+    # At least 5 % from a bound: a wrong guess then ends the search, and a right guess moves a bound by this distance.
+    low = max(largest + 1, int(largest * _CLOSE))
+    high = min(too_large - 1, math.ceil(too_large / _CLOSE)) if too_large else 16 * largest
+    return max(low, min(high, reaches))
