@@ -40,6 +40,19 @@ def test_torch_tpu_computes_on_the_plugin(run_python):
     assert process.stdout.strip() == "done", process.stderr
 
 
+def test_torch_compile_imports_its_passes_on_use(run_python):
+    code = """
+    import sys, torch, tpufit
+
+    tpufit.init(1)
+    assert "torch._inductor.pattern_matcher" not in sys.modules
+    twice = torch.compile(lambda x: x * 2, backend="tpu")
+    print(twice(torch.ones(3, device="tpu")).tolist())
+    """
+    process = run_python(code, fresh=True)
+    assert process.stdout.strip() == "[2.0, 2.0, 2.0]", process.stderr
+
+
 def test_without_a_tpu_steps_on_the_host_work(run_python):
     code = """
     import torch, tpufit

@@ -15,6 +15,7 @@ from ...hosts import connect, is_connected, note_place
 from ...runtime.driver import Request
 from ...runtime.ops.lowerings import lower_missing
 from ...utils import hardware, releases
+from ...utils.defer_import import defer_import
 from ...utils.defer_interrupt import defer_interrupt
 from . import core_environments
 from .compile_cache import environment
@@ -26,6 +27,8 @@ from .private_names import TRIED, is_awake, names, wake
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 3: only fatal errors
+# A third of torch_tpu's import. Only torch.compile needs it, and imports it then.
+_INDUCTOR = "torch._inductor.fx_passes.post_grad"
 
 
 def load() -> None:
@@ -56,7 +59,8 @@ def wake_quietly() -> None:
         try:
             with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
                 warnings.simplefilter("ignore")
-                with defer_interrupt():  # half an import can't be repeated: PyTorch registers each name only once
+                # Half an import can't be repeated: PyTorch registers each name only once.
+                with defer_interrupt(), defer_import(_INDUCTOR):
                     wake()
         except (ImportError, RuntimeError, OSError, KeyError) as error:
             raise StartError(
