@@ -1,7 +1,7 @@
 """Replacements for kernels that TorchTPU lacks, or that read a value on the host."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from ...runtime.ops.native import operation
 _libraries: list[torch.library.Library] = []
 
 # Kernels that take the native kernel and the dispatcher's keys, then the operation's arguments.
-_OF_ORDER: dict[str, Callable[..., Any]] = {
+_ORDERING: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("argmax", "argmin"), ordering.arg_extreme),
     **dict.fromkeys(("max.dim", "min.dim"), ordering.extreme),
     **dict.fromkeys(("max", "min", "amax", "amin"), ordering.extreme_of),
@@ -31,7 +31,8 @@ def mend_kernels(platform: str) -> None:
     `celu`, its maxima and minima take infinity for the largest finite number, its sort doesn't put NaN last, and its
     `copy_` also copies the attribute `grad`. `ctc_loss` accepts lengths and targets on the host, as in PyTorch. XLA's
     plugin for the CPU is too old for TorchTPU's `cumsum`. TorchTPU's `lstm` and `gru` compute in float32 and draw from
-    its own generator, so PyTorch's are used: products, which autocast, and dropouts.
+    its own generator, so PyTorch's are used: products, which autocast, and dropouts. Its padding by replication
+    refuses to crop some dimensions, and the gradient ends the process.
 
     Args:
         platform: `"TPU"` or `"CPU"`.
@@ -49,7 +50,7 @@ def mend_kernels(platform: str) -> None:
             library.impl("ctc_loss.IntList", _ctc_loss, key)
             for name in ("avg_pool1d", "lstm.input", "gru.input"):
                 library.impl(name, operation(name).decompose, key)
-        for name, kernel in _OF_ORDER.items():
+        for name, kernel in (_ORDERING | _PADDING).items():
             native = torch.library.get_kernel(f"aten::{name}", "PrivateUse1").call_boxed
             library.impl(name, partial(kernel, native), "PrivateUse1", with_keyset=True)
         copy = torch.library.get_kernel("aten::copy_", "PrivateUse1").call_boxed
@@ -90,6 +91,39 @@ def _copy(
     native: Callable[..., Tensor], keys: Any, tensor: Tensor, source: Tensor, non_blocking: bool = False
 ) -> Tensor:
     return native(keys, tensor, source.detach(), non_blocking)
+
+
+def _replication_pad(native: Callable[..., Tensor], keys: Any, tensor: Tensor, padding: list[int]) -> Tensor:
+    if min(padding) >= 0:
+        return native(keys, tensor, padding)
+    for dim, sources in _sources(tensor, padding):
+        tensor = tensor.index_select(dim, sources)
+    return tensor
+
+
+def _replication_pad_backward(
+    native: Callable[..., Tensor], keys: Any, gradient: Tensor, tensor: Tensor, padding: list[int]
+) -> Tensor:
+    if min(padding) >= 0:
+        return native(keys, gradient, tensor, padding)
+    for dim, sources in _sources(tensor, padding):
+        shape = [*gradient.shape]
+        shape[dim] = tensor.shape[dim]
+        gradient = gradient.new_zeros(shape).index_add(dim, sources, gradient)
+    return gradient
+
+
+def _sources(tensor: Tensor, padding: list[int]) -> Iterator[tuple[int, Tensor]]:
+    """Return each padded dimension, from the last, and the index in `tensor` of each element after the padding."""
+    for i, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True), 1):
+        size = tensor.shape[-i]
+        yield -i, (torch.arange(before + size + after, device=tensor.device) - before).clamp(0, size - 1)
+
+
+_PADDING: dict[str, Callable[..., Any]] = {
+    **{f"replication_pad{n}d": _replication_pad for n in (1, 2, 3)},
+    **{f"replication_pad{n}d_backward": _replication_pad_backward for n in (1, 2, 3)},
+}
 
 
 def _cumsum(tensor: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -18,7 +18,8 @@ _HALVINGS = 12
 
 def vdot(input: Tensor, other: Tensor) -> Tensor:
     """`torch.vdot`, which spectral norms use."""
-    return torch.dot(input.conj(), other)
+    # On TorchTPU `dot` of a lazily conjugated tensor ends the process.
+    return torch.dot(input.conj().resolve_conj(), other)
 
 
 def householder_product(input: Tensor, tau: Tensor) -> Tensor:
