@@ -48,7 +48,9 @@ _MODULES = {
 
 def _wake_torch_tpu() -> None:
     """Name torch_tpu's device if `import torch` has loaded torch_tpu: PyTorch's first backward pass needs the name."""
-    if "torch_tpu._loader" in sys.modules:
+    package = sys.modules.get(f"{__name__}.drivers.torchtpu")
+    is_being_imported = package is not None and not hasattr(package, "DRIVER")  # it imports names from here
+    if "torch_tpu._loader" in sys.modules and not is_being_imported:
         import_module(f"{__name__}.drivers.torchtpu.start").wake_early()
 
 
