@@ -31,7 +31,6 @@ from ..errors import (
     require_flag,
     require_number,
     require_whole,
-    say_count,
     short_repr,
 )
 from ..losses import ClassWeight, LossByOutput
@@ -39,6 +38,7 @@ from ..step import Engine
 from ..utils.strict import LENIENT, Strict
 from ..utils.user_code import users_line
 from .last_batch import CHOICES
+from .validation import Validation, steps_between_validations
 
 
 def _set(record: Any, name: str, value: object) -> None:
@@ -129,19 +129,6 @@ class TrainingData:
 
 
 @dataclass(frozen=True)
-class Validation:
-    """The validation data, and when to validate."""
-
-    stream: Stream
-    due: int | Container[int]  # the epochs, from 1, that end with a validation; or n for every n-th epoch
-    every: int | None = None  # steps between two validations inside an epoch; None: no validation inside
-
-    def is_due(self, epoch: int) -> bool:
-        """True if an epoch (from 0) ends with a validation."""
-        return (epoch + 1) % self.due == 0 if isinstance(self.due, int) else epoch + 1 in self.due
-
-
-@dataclass(frozen=True)
 class ValidationData:
     """The validation of a `fit`. The attributes are arguments of `Model.fit`, without their prefix `validation_`."""
 
@@ -229,27 +216,6 @@ class ValidationData:
             held_out.limit(self.limit, "validation_limit")
         every = None if self.step_freq is None else steps_between_validations(self.step_freq, train_steps)
         return Validation(held_out, self.freq, every)
-
-
-def steps_between_validations(freq: int | float, steps: int | None) -> int:
-    """Return the number of steps between two validations inside an epoch; a float `freq` is a share of the epoch.
-
-    Raises:
-        ArgumentError: The number is never reached, or the share can't be computed.
-    """
-    if isinstance(freq, float) and 0 < freq <= 1:
-        if steps is None:
-            raise ArgumentError(
-                f"validation_step_freq={freq}: the number of batches is unknown, so give a number of steps, not a share"
-            )
-        return max(1, round(freq * steps))
-    freq = require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
-    if steps is not None and freq > steps:
-        raise ArgumentError(
-            f"validation_step_freq={freq} is never reached: an epoch has {say_count(steps, 'step')}. Use "
-            "validation_freq to validate at the end of every n-th epoch"
-        )
-    return freq
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from .auto_batch_size import AUTO, ByCompiler, choose, require_rows
 from .fit_arguments import (
     Schedule,
     TrainingData,
-    Validation,
     ValidationData,
 )
 from .host_agreement import start_and_find
@@ -29,7 +28,7 @@ from .interruption import shorten_interrupt
 from .last_batch import shape_last_batches
 from .make_callback_list import make_callback_list
 from .preconditions import require_compiled, require_gradients, require_learning, require_one_schedule
-from .validation import check_first, rehearse
+from .validation import Validation, check_first, rehearse
 from .vocabulary import require_vocabulary
 
 

@@ -1,16 +1,51 @@
-"""`Validations`: runs the validations of a `fit`."""
+"""When `fit` validates, as `validation_step_freq` says (Lightning's `val_check_interval`), and what runs it."""
 
+from collections.abc import Container
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from ..callbacks.callback_list import CallbackList
 from ..data import Stream
-from ..errors import BatchError, say_count
+from ..errors import ArgumentError, BatchError, require_whole, say_count
 from ..step import Engine, find_fault
 from ..utils.random import RNGState
-from .fit_arguments import Validation
 from .interruption import Interruption
 from .passes import evaluate
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The validation data, and when to validate."""
+
+    stream: Stream
+    due: int | Container[int]  # the epochs, from 1, that end with a validation; or n for every n-th epoch
+    every: int | None = None  # steps between two validations inside an epoch; None: no validation inside
+
+    def is_due(self, epoch: int) -> bool:
+        """True if an epoch (from 0) ends with a validation."""
+        return (epoch + 1) % self.due == 0 if isinstance(self.due, int) else epoch + 1 in self.due
+
+
+def steps_between_validations(freq: int | float, steps: int | None) -> int:
+    """Return the number of steps between two validations inside an epoch; a float `freq` is a share of the epoch.
+
+    Raises:
+        ArgumentError: The number is never reached, or the share can't be computed.
+    """
+    if isinstance(freq, float) and 0 < freq <= 1:
+        if steps is None:
+            raise ArgumentError(
+                f"validation_step_freq={freq}: the number of batches is unknown, so give a number of steps, not a share"
+            )
+        return max(1, round(freq * steps))
+    freq = require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
+    if steps is not None and freq > steps:
+        raise ArgumentError(
+            f"validation_step_freq={freq} is never reached: an epoch has {say_count(steps, 'step')}. Use "
+            "validation_freq to validate at the end of every n-th epoch"
+        )
+    return freq
 
 
 def check_first(engine: Engine, held_out: Stream, train: Stream) -> None:
