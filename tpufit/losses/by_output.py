@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..errors import ArgumentError, DataError
 from .averages import Mean
-from .loss import LabelRange, Loss, OneLoss
+from .labels import LabelRange
+from .loss import Loss, OneLoss
 from .outputs import Output, check_form, flatten_outputs, is_nest, output_name, pick
 from .sample_weights import pick_weight
 

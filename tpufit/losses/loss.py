@@ -1,23 +1,23 @@
-"""`Loss`: a loss as the step uses it, and the check of labels on the host, because the device can't check."""
+"""`Loss`: a loss as the step uses it."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from ..data.batches import describe_value, list_tensors
-from ..errors import ArgumentError, BatchError, LabelError, UnknownNameError
-from ..utils.text import answer, dtype_name, match_known_name
+from ..errors import ArgumentError, BatchError, UnknownNameError
+from ..utils.text import answer, match_known_name
 from .averages import NOTHING, Averages, LossWatch, Mean, sum_label_weights, weighted_mean
 from .elementwise import log_cosh, percentage_error, squared_log_error, with_reduction
 from .keras_names import NEAREST
+from .labels import LabelRange, check_label_range, find_label_range
 from .outputs import Output, align, describe_nest
 from .sample_weights import spread_weights
 
@@ -54,18 +54,6 @@ _ELEMENTWISE = (
     *(nn.BCELoss, nn.BCEWithLogitsLoss, nn.HingeEmbeddingLoss, nn.HuberLoss, nn.KLDivLoss, nn.L1Loss, nn.MSELoss),
     *(nn.MultiLabelSoftMarginLoss, nn.PoissonNLLLoss, nn.SmoothL1Loss, nn.SoftMarginLoss),
 )
-
-# Up to this many labels the range is found in a list; an array would take three times as long.
-_SHORT = 256
-
-
-class LabelRange(NamedTuple):
-    """The smallest and the largest class label of a batch, and the shape and dtype of its targets."""
-
-    smallest: int
-    largest: int
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 class Loss:
@@ -238,14 +226,7 @@ class Loss:
 
         Only whole numbers are classes; the ignored label is left out. None if there is nothing to check.
         """
-        if not self.ignored or not isinstance(y, Tensor):
-            return None
-        shape = y.shape
-        dtype = y.dtype
-        if dtype.is_floating_point or y.is_meta or 0 in shape:
-            return None
-        ends = _find_range(y, self.ignored[None])
-        return None if ends is None else LabelRange(*ends, shape, dtype)
+        return find_label_range(y, self.ignored[None]) if self.ignored and isinstance(y, Tensor) else None
 
     def forget_classes(self) -> None:
         """Forget the number of classes, because the module may have changed; the next step sets it."""
@@ -261,43 +242,8 @@ class Loss:
             self._classes = y_pred.shape[min(1, y_pred.dim() - 1)]
         if labels is None or not self._classes:
             return
-        classes = self._classes
-        smallest, largest, shape, dtype = labels
-        if smallest < 0 or largest >= classes:
-            output_shape: Sequence[int] = y_pred.shape if isinstance(y_pred, Tensor) else [0]
-            if len(shape) > 1 and smallest >= 0 and [*output_shape[:-1]] == [*shape] and largest < output_shape[-1]:
-                raise LabelError(
-                    f"{self._of}the loss finds {classes} classes in an output of shape {tuple(output_shape)}, and "
-                    f"label {largest}: PyTorch expects the classes in dimension 1. Return the output transposed, "
-                    "output.mT, or compile a causal language model of transformers with loss='module'"
-                )
-            raise LabelError(
-                f"{self._of}label {largest if largest >= classes else smallest} is outside the module's {classes} "
-                f"classes (0 to {classes - 1}), in a batch of targets of shape {tuple(shape)}, {dtype_name(dtype)}. "
-                "Number the classes from 0, give the last layer more outputs, or mark labels to ignore with "
-                f"ignore_index ({self.ignored[None]})"
-            )
-
-
-def _find_range(y: Tensor, ignored: int) -> tuple[int, int] | None:
-    """Return the smallest and largest class, or None if all labels are ignored."""
-    ends = _find_ends(y)
-    if ignored not in ends:
-        return ends
-    labels = y.numpy()
-    kept = torch.from_numpy(labels[labels != ignored])
-    return _find_ends(kept) if len(kept) else None
-
-
-def _find_ends(y: Tensor) -> tuple[int, int]:
-    """Return the smallest and largest label; optimised for a call between two steps, with cold caches."""
-    shape = y.shape
-    if len(shape) == 1 and shape[0] <= _SHORT:
-        labels = y.tolist()
-        return int(min(labels)), int(max(labels))
-    array = y.numpy()
-    # Calls the ufuncs directly, because `min` and `max` run more Python.
-    return int(np.minimum.reduce(array, axis=None)), int(np.maximum.reduce(array, axis=None))
+        output_shape = y_pred.shape if isinstance(y_pred, Tensor) else None
+        check_label_range(labels, self._classes, output_shape, self.ignored[None], self._of)
 
 
 def _to_float32(leaf: Any) -> Any:
