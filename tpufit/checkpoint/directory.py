@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from ..utils.files import DISK_FULL, LockedError
 from ..utils.text import size
 from ..utils.urls import Url
 from ..utils.user_code import warn
-from .format import Checkpoint, Score, read, read_manifest, write
+from .format import Checkpoint, read, read_manifest, write
+from .retention import list_superseded, sort_by_metric
 from .store import checkpoint_name, open_store, parse_step
 from .weight_files import NotFiniteError
 
@@ -140,7 +141,7 @@ class CheckpointDirectory:
     def best(self, check: Check = _accept) -> Checkpoint | None:
         """Return the best intact checkpoint by metric, see `newest`; None if no checkpoint has a metric."""
         readable, faults = self._scan()
-        return self._find_first_intact(_sort_by_metric(readable), check, list(faults.values()))
+        return self._find_first_intact(sort_by_metric(readable), check, list(faults.values()))
 
     def _find_first_intact(self, names: Sequence[str], check: Check, known: Sequence[str] = ()) -> Checkpoint | None:
         """Return the first intact checkpoint; warn about the faults of checkpoints before it, and `known` faults."""
@@ -179,11 +180,8 @@ class CheckpointDirectory:
         if self.keep_last is None:
             return
         readable, _ = self._scan()
-        names = list(readable)
-        kept = {*names[-self.keep_last :], *_sort_by_metric(readable)[: self.keep_best]}
-        for name in names:
-            if name not in kept:
-                self._store.remove(name)
+        for name in list_superseded(readable, self.keep_last, self.keep_best):
+            self._store.remove(name)
 
     def _explain_not_written(self, checkpoint: Checkpoint, why: str) -> CheckpointNotWrittenError:
         try:
@@ -198,9 +196,3 @@ class CheckpointDirectory:
         need += len(json.dumps(checkpoint.state))
         free = self._store.free()
         return f"no room in {self.path} (need {size(need)}, free {'unknown' if free is None else size(free)})"
-
-
-def _sort_by_metric(manifests: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the names of the checkpoints with a metric, the best first; among equal ones the earliest first."""
-    metrics = {name: manifest["metric"] for name, manifest in manifests.items() if manifest["metric"]}
-    return sorted(metrics, key=lambda name: Score(**metrics[name]).order)
