@@ -57,7 +57,7 @@ def test_without_accumulation_each_batch_is_a_step():
     state = TrainState(Owner(), config(use_ema=True))
     assert state.next_updates(3, last=True) == []
     state.numbers.step = 7
-    assert state.optimizer_steps == 7 and state.batches_of(5) == 5
+    assert state.optimizer_steps == 7 and state.count_batches_until(5) == 5
 
 
 def test_three_batches_or_the_last_ones_are_a_step():
@@ -66,7 +66,7 @@ def test_three_batches_or_the_last_ones_are_a_step():
     assert state.numbers == TrainNumbers()  # a plan changes nothing
     state.count_updates(state.next_updates(4, last=False))
     assert (state.numbers.updates, state.numbers.batches_waiting, state.optimizer_steps) == (1, 1, 1)
-    assert state.batches_of(2) == 5  # one of the six exists
+    assert state.count_batches_until(2) == 5  # one of the six exists
     assert plans(state, 1) == [(False, False)] and plans(state, 1, last=True) == [(True, False)]
     assert plans(state, 3, last=True) == [(False, False), (True, False), (True, False)]
     state.count_updates([UpdatePlan(takes_step=True)])

@@ -1,5 +1,6 @@
 """PyTorch's optimizers, by name or as objects, and what lets them run inside a graph without a wait."""
 
+from .accumulation import Accumulator, UpdatePlan, plan_updates
 from .build import (
     NAMES,
     OptimizerArgument,
@@ -14,7 +15,7 @@ from .build import (
 )
 from .device_rates import DeviceRates
 from .ema import EMA, EMAConfig
-from .gradients import Accumulator, GradientConfig, UpdatePlan
+from .gradients import GradientConfig
 from .group_numbers import Attached, GroupNumbers
 from .group_options import has_inputs, let_momentum_vary, list_constants, numbers_of, set_momentum
 from .host_counters import HostCounters

@@ -1,22 +1,14 @@
-"""Gradient accumulation and clipping, between the backward pass and the optimizer's step."""
+"""`GradientConfig`: how many batches' gradients are accumulated, and how gradients are clipped.
+
+`accumulation.py` accumulates them.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from ..errors import ArgumentError, require_number, require_whole
-from .build import PerParameter
-
-
-class UpdatePlan(NamedTuple):
-    """What a step does after accumulating gradients. Each plan has its own graph."""
-
-    takes_step: bool = True  # with `accumulate_steps=n` only at the last of n batches
-    overwrites: bool = False  # the moving averages then overwrite the weights
 
 
 @dataclass(frozen=True)
@@ -54,53 +46,3 @@ class GradientConfig:
                 nn.utils.clip_grad_norm_(parameter, self.clip_norm, foreach=False)
         if self.global_clip_norm is not None:
             nn.utils.clip_grad_norm_(with_gradient, self.global_clip_norm, foreach=False)
-
-
-class Accumulator(PerParameter):
-    """The accumulated gradients of an optimizer's parameters, on the device: a part of the training state.
-
-    A batch's weight is the denominator of its mean loss, so the result equals that of one batch with all rows.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        # The number is the sum of the batches' weights, by default their rows.
-        super().__init__(optimizer, _zeros, ".rows")
-
-    def add(self, weight: Tensor | float | None) -> set[nn.Parameter]:
-        """Add the gradients of a loss, inside a step: of a mean over `weight`, or of a sum if `weight` is None.
-
-        Returns:
-            The parameters that have a gradient.
-        """
-        self.extend()
-        gradients = {p: p.grad for p in self._tensors if p.grad is not None}  # ordered, as hosts need equal graphs
-        if isinstance(weight, Tensor):
-            weight = weight.float()
-            self._number.add_(weight)
-        elif weight is None:
-            self._number.fill_(1)  # `release` divides by it
-        else:
-            self._number.add_(weight)
-        for parameter, gradient in gradients.items():
-            total = self._tensors[parameter]
-            if isinstance(weight, Tensor):  # a mean over a weight of 0 is NaN, and its gradient may be NaN
-                total.add_((gradient.to(total.dtype) * weight).masked_fill(weight == 0, 0))
-            else:
-                total.add_(gradient, alpha=1 if weight is None else weight)
-        return set(gradients)
-
-    def release(self, parameters: set[nn.Parameter]) -> None:
-        """Add the mean over all batches to the gradients of some parameters, and clear all sums, inside a step."""
-        weight = self._number.masked_fill(self._number == 0, 1)
-        for parameter, total in self._tensors.items():
-            if parameter in parameters:
-                mean = (total / weight).reshape(total.shape).to(parameter.dtype)  # reshaped for scalar parameters
-                parameter.grad = mean if parameter.grad is None else parameter.grad + mean
-            total.zero_()
-        self._number.zero_()
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    """Return zeros in at least float32, complex for a complex parameter."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

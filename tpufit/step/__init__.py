@@ -10,9 +10,9 @@ from .compile_config import CompileConfig
 from .dry_run import find_fault
 from .engine import MODEL_ATTRIBUTES, Engine, FitOptions, UserModel
 from .modules import keeping_modes, unwrap_module
-from .named_tensors import check_weights, match_weights, named_tensors, strip_prefixes
 from .remat import RematArgument, list_policies
 from .runner import StepRunner
 from .sharding import ShardArgument
 from .state import SavedState
 from .step_methods import CompileOption, StepMethods
+from .weight_names import check_weights, match_weights, named_tensors, strip_prefixes

@@ -27,6 +27,7 @@ from ..optimizers import (
     clear_state,
     optimizers_in,
     parameters,
+    plan_updates,
     step_counts,
 )
 from ..runtime import copy_into, copy_to_host, move, reshard, state_at, swap_value, to_host
@@ -36,10 +37,10 @@ from ..utils.user_code import warn
 from .attribute_modules import kept_modules, kept_parameters
 from .compile_config import CompileConfig
 from .gradient_step import GradientStep
-from .named_tensors import check_weights, named_tensors
 from .optimizer_state import OptimizerState, is_of_second_part
 from .sharding import count_bytes_per_core
 from .step_context import StepContext
+from .weight_names import check_weights, named_tensors
 
 
 @dataclass
@@ -382,24 +383,20 @@ class TrainState:
 
         With `last`, the last step ends the epoch and so uses all gradients. Nothing changes before `count_updates`.
         """
-        if not self._plans:
+        if not self._needs_update_plans:
             return []
-        every = self._config.gradients.accumulate_steps
         ema = self._config.ema
-        now = self.numbers
-        overwrite = ema.overwrite_frequency if ema is not None else None
-        plans = []
-        waiting = now.batches_waiting
-        updates = now.updates
-        for i in range(steps):
-            takes_step = waiting + 1 == every or (last and i == steps - 1)
-            waiting, updates = (0, updates + 1) if takes_step else (waiting + 1, updates)
-            overwrites = takes_step and overwrite is not None and updates % overwrite == 0
-            plans.append(UpdatePlan(takes_step, overwrites))
-        return plans
+        return plan_updates(
+            steps,
+            last,
+            self._config.gradients.accumulate_steps,
+            None if ema is None else ema.overwrite_frequency,
+            self.numbers.batches_waiting,
+            self.numbers.updates,
+        )
 
     @property
-    def _plans(self) -> bool:
+    def _needs_update_plans(self) -> bool:
         """True if not all steps use their gradients in the same way."""
         ema = self._config.ema
         return self._config.gradients.accumulate_steps > 1 or (ema is not None and ema.overwrite_frequency is not None)
@@ -407,9 +404,9 @@ class TrainState:
     @property
     def optimizer_steps(self) -> int:
         """The number of steps that the optimizer has taken, since `compile` or since the model was made."""
-        return self.numbers.updates if self._plans else self.numbers.step
+        return self.numbers.updates if self._needs_update_plans else self.numbers.step
 
-    def batches_of(self, updates: int) -> int:
+    def count_batches_until(self, updates: int) -> int:
         """Return the number of batches until the optimizer has taken `updates` more steps, within an epoch."""
         return updates * self._config.gradients.accumulate_steps - self.numbers.batches_waiting
 

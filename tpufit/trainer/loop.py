@@ -41,11 +41,10 @@ from ..diagnostics.report import Pass
 from ..hosts import barrier
 from ..step import Engine, StepRunner
 from ..utils.user_code import warn
-from .fit_arguments import Validation
 from .host_consistency import share_random_state
 from .interruption import Interruption
 from .passes import PassLoop, Pause, closing
-from .validation import Validations
+from .validation import Validation, Validations
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ class _Training:
                 stop,
                 self._interruption,
                 note_waited,
-                most=None if self._steps_left is None else engine.state.batches_of(self._steps_left),
+                most=None if self._steps_left is None else engine.state.count_batches_until(self._steps_left),
             )
             waited = loop(epoch, look_ahead=engine.config.gradients.accumulate_steps > 1)
         self._leave_if_interrupted()
