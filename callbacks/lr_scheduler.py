@@ -23,9 +23,9 @@ class LRScheduler(RateCallback):
     rates; several parameter groups keep their proportions. Epoch logs get a `learning_rate`.
 
     A named schedule sets the rate of each optimizer step, and knows the total number of steps. The rate rises to
-    `compile`'s rate, then falls: `"linear"`ly or as half a `"cosine"` until the end, as the `"inverse_sqrt"` of the
-    steps, in a last phase only (`"wsd"`: warm-up, stable, decay), or never (`"constant"`). Each `fit` begins a new
-    schedule.
+    `compile`'s rate, then falls until the end: linearly (`"linear"`), as half a cosine (`"cosine"`), with the inverse
+    square root of the step (`"inverse_sqrt"`), only in a last phase (`"wsd"`: warm-up, stable, decay), or not at all
+    (`"constant"`). Each `fit` begins a new schedule.
 
     Args:
         scheduler: `"linear"`, `"cosine"`, `"constant"`, `"inverse_sqrt"` or `"wsd"`. Or a function that takes the

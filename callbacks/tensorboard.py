@@ -36,7 +36,7 @@ class TensorBoard(Callback):
     If the disk is full, a warning says so, and the points are written later; at the end of the third such epoch in a
     row it is an error.
 
-    An epoch adds no wait for the device to the wait for its logs; each write of batch logs or histograms adds one.
+    Writing an epoch's logs doesn't wait for the device again; each write of batch logs or histograms waits once.
 
     A resumed training removes the points after its checkpoint: see `load_state_dict`.
 
@@ -148,7 +148,7 @@ class TensorBoard(Callback):
 
         Args:
             tag: The name that TensorBoard shows.
-            image: A tensor or array, of bytes or of floats from 0 to 1. A tensor on the device is waited for.
+            image: A tensor or array, of bytes or of floats from 0 to 1. For a tensor on the device this waits.
             step: The step it belongs to (default: that of training).
             dataformats: The order of its dimensions: `"CHW"` (default), `"HWC"` or `"HW"`, with a leading N for several
                 images.
@@ -218,7 +218,7 @@ class TensorBoard(Callback):
             self._begin(self._epoch, rewinds=True, within=True)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """From here on an evaluation is a validation. Checks `embeddings_metadata` before the first step."""
+        """Treat evaluations as validations from now on, and check `embeddings_metadata` before the first step."""
         if self.embeddings_freq:
             find_metadata_files(self.embeddings_metadata, find_embedding_layers(self.model.module), self._files.folder)
         self._steps_at_begin = self.model.steps_taken

@@ -145,7 +145,7 @@ class TrackerCallback(Callback):
 
         Args:
             tag: Its name in the tracker.
-            image: A tensor or array, of bytes or of floats from 0 to 1. A tensor on the device is waited for.
+            image: A tensor or array, of bytes or of floats from 0 to 1. For a tensor on the device this waits.
             step: The step it belongs to (default: the training steps so far).
             dataformats: The order of its dimensions: `"CHW"` (default), `"HWC"` or `"HW"`, with a leading N for several
                 images, which are shown side by side.

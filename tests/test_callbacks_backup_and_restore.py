@@ -106,7 +106,7 @@ def test_an_error_affects_only_its_own_fit(tmp_path):
     [
         (("",), "backup_dir must be the path of a folder, got ''"),
         ((None,), "backup_dir must be the path of a folder, got None"),
-        (("backup", "batch"), "save_freq must be 'epoch' or a number of batches from 1, got 'batch'"),
+        (("backup", "batch"), "save_freq must be 'epoch' or a whole number of batches of at least 1, got 'batch'"),
         (("backup", 0.15), "save_freq .* got 0.15"),
         (("backup", 0), "save_freq .* got 0"),
     ],

@@ -710,7 +710,7 @@ def test_epochs_without_a_validation_are_allowed(cores, tmp_path):
 
 @pytest.mark.parametrize("name", ["limit", "validation_limit"])
 def test_a_limit_of_no_batches_names_its_argument(cores, name):
-    with pytest.raises(ArgumentError, match=f"^{name} must be a number of batches"):
+    with pytest.raises(ArgumentError, match=f"^{name} must be a whole number of batches"):
         fit(compiled(), cores, validation_split=0.2, **{name: 0})
 
 

@@ -147,8 +147,8 @@ def test_max_time_ends_after_the_current_batch(max_time):
     [
         ({"max_steps": 0}, "max_steps must be a whole number of at least 1, got 0"),
         ({"min_epochs": -1}, "min_epochs must be a whole number of at least 0, got -1"),
-        ({"validation_limit": 0}, "a number of batches from 1, or a share such as 0.1, got 0"),
-        ({"limit": 0}, "a number of batches from 1, or a share such as 0.1, got 0"),
+        ({"validation_limit": 0}, "a whole number of batches of at least 1, or a share such as 0.1, got 0"),
+        ({"limit": 0}, "a whole number of batches of at least 1, or a share such as 0.1, got 0"),
         ({"limit": 1.5}, "a share such as 0.1, got 1.5"),
         ({"max_time": 0}, "a number of seconds above 0 or a timedelta, got 0"),
     ],

@@ -276,7 +276,7 @@ def test_bad_metrics():
         metrics.build(["accuracy", "accuracy"])
     with pytest.raises(ArgumentError, match="one output tensor with one target"):
         PassMetrics(metrics.build(["accuracy"]), HOST).update_metrics((torch.ones(2), torch.ones(2)), torch.ones(2))
-    with pytest.raises(ArgumentError, match="scalar tensors by name, got 'loss': a tensor of shape"):
+    with pytest.raises(ArgumentError, match="scalar tensors by name, but 'loss' is a tensor of shape"):
         PassMetrics([], HOST).add_means({"loss": torch.ones(2)}, 2)
 
 
@@ -437,7 +437,7 @@ def test_a_replaced_metric_is_noticed(cores):
         {"loss": 2.0, "f1": X[:32].mean().item()}
     )
     model.add = lambda x, y, learns: {"loss": torchmetrics.MeanMetric()}
-    with pytest.raises(ArgumentError, match=r"by name, got 'loss': MeanMetric\(\)"):
+    with pytest.raises(ArgumentError, match=r"by name, but 'loss' is MeanMetric\(\)"):
         model.evaluate(X[:48], Y[:48], 48 // cores, verbose=0)
     model.add = lambda x, y, learns: {"loss": model.seen.update("a word")}
     with pytest.raises(ArgumentError, match="inside a step seen.update takes tensors and numbers, got 'a word'"):
@@ -559,8 +559,8 @@ def _sum_of(pred, target):
         (torchmetrics.wrappers.ClasswiseWrapper(C.MulticlassAccuracy(5, average=None)), 2, HALVES, "number of classes"),
         (C.BinaryAccuracy(), 1, THIRDS, r"values in `target`: tensor\(\[0, 1, 2\]\)"),
         (C.BinaryAccuracy(), 1, HALVES * 0.8 + 0.1, r"`target`: tensor\(\[0.1000, 0.9000\]\)"),
-        (C.MulticlassAccuracy(3), 3, torch.arange(48) % 5, "classes are from 0 to 4, and num_classes=3"),
-        (C.MulticlassAccuracy(3), 3, THIRDS - 1, "classes are from -1 to 1"),
+        (C.MulticlassAccuracy(3), 3, torch.arange(48) % 5, "classes from 0 to 4, but num_classes=3"),
+        (C.MulticlassAccuracy(3), 3, THIRDS - 1, "classes from -1 to 1"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, torchmetrics.Metric) else "",
 )

@@ -280,7 +280,7 @@ def test_the_parameters_are_the_modules():
         ("get_config", "built by your own code, and model.save keeps its state"),
         ("make_train_function", "override train_step"),
         ("zero_grad", r"model\.apply_gradients\(loss\)"),
-        ("modules", r"no nn\.Module but has one: model\.module\.modules$"),
+        ("modules", r"isn't an nn\.Module, but has one: use model\.module\.modules$"),
         ("register_forward_hook", r"model\.module\.register_forward_hook$"),
         ("fitt", "^'Model' object has no attribute 'fitt'$"),
     ],

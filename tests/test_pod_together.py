@@ -170,7 +170,7 @@ def test_all_hosts_use_process_0s_weights_and_seeds(together):
 def test_differences_are_reported_before_the_first_step(together):
     (first, second), _, _ = together
     assert first["batch_size"] == second["batch_size"]
-    assert "process 0 and process 1 must do the same, but these differ: batches: " in first["batch_size"]
+    assert "process 0 and process 1 must run the same step, but these differ: batches: " in first["batch_size"]
     assert "these differ: the code of the step" in first["code"] == second["code"]
 
 

@@ -391,7 +391,7 @@ def test_batches_have_only_the_range_of_their_labels():
         ({"x": iter(BATCHES), "y": None, "batch_size": None}, ArgumentError, "x is an iterator, of which a preflight"),
         ({"validation": {"data": iter(BATCHES)}}, ArgumentError, "validation_data is an iterator"),
         ({"compiling": {"run_eagerly": True}}, ArgumentError, "run_eagerly=True. has no programs"),
-        ({"limit": 0}, ArgumentError, "limit must be a number of batches from 1"),
+        ({"limit": 0}, ArgumentError, "limit must be a whole number of batches of at least 1"),
         ({"y": Y + 7}, LabelError, "label 9 is outside the module's 3 classes"),
         ({"validation": {"data": (X, Y * 0 - 1)}}, LabelError, "label -1 is outside the module's 3 classes"),
         ({"y": Y[:5]}, tpufit.errors.DataError, "equally many rows"),

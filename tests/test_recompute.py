@@ -351,7 +351,7 @@ def test_eagerly_it_changes_nothing(net: Net, cores: int) -> None:
             nn.Sequential(nn.Linear(2, 2), nn.Tanh()),
             "finds none: name the blocks, as in remat=\\{'0': 'dots'\\}",
         ),
-        ("dotz", nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "no such module, and is no policy \\(attention, dots"),
+        ("dotz", nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "no such module, and isn't a policy \\(attention, dots"),
         ({"0": "dotz"}, nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "policies are 'attention', .*, got 'dotz'"),
         ({"0": ["dots"]}, nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "policies are 'attention', .*, got \\['dots'\\]"),
         ("blocks.*", nn.Sequential(nn.Linear(2, 2), nn.Tanh()), "has no such module, .*; it has 0, 1"),

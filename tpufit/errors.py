@@ -25,9 +25,9 @@ TpufitError
 |-- StartError (RuntimeError)           the device runtime can't be started as asked
 |   |-- CoresError                      a number of cores that this host or process can't provide
 |   |-- DeviceBusyError                 another process uses the TPU
-|   `-- VersionError                    incompatible versions of torch and torch_xla
+|   `-- VersionError                    incompatible versions of torch and its TPU runtime
 |-- HostError (RuntimeError)            the hosts of a pod disagree, or a host is gone
-|-- DeviceError (RuntimeError)          a step failed on the device; torch_xla's error is chained to it
+|-- DeviceError (RuntimeError)          a step failed on the device; the runtime's error is chained to it
 |   |-- OutOfMemoryError                the device has no room for the step
 |   |-- DeviceLostError                 the device is gone, or in an error state
 |   `-- PartitionError                  XLA could not split the step over the cores
@@ -122,7 +122,7 @@ def require_whole(name: str, value: object, at_least: int = 1, otherwise: str = 
 
 
 def require_number(name: str, value: object, wanted: str, fits: Callable[[float], bool]) -> int | float:
-    """Return an argument as a Python number, or raise an `ArgumentError` if it is no number or doesn't fit.
+    """Return an argument as a Python number, or raise an `ArgumentError` if it isn't a number or doesn't fit.
 
     Args:
         name: The argument's name.
@@ -278,7 +278,7 @@ class CoresError(StartError):
 
 
 class VersionError(StartError):
-    """The installed versions of torch and torch_xla are incompatible."""
+    """The installed versions of torch and its TPU runtime (torch_xla or torch_tpu) are incompatible."""
 
 
 class DeviceBusyError(StartError):
@@ -290,7 +290,7 @@ class HostError(TpufitError, RuntimeError):
 
 
 class DeviceError(TpufitError, RuntimeError):
-    """A step failed while it was compiled or run on the device; torch_xla's error is the `__cause__`."""
+    """A step failed while it was compiled or run on the device; the runtime's error is the `__cause__`."""
 
 
 class OutOfMemoryError(DeviceError):
@@ -318,7 +318,7 @@ class StrictError(TpufitError, RuntimeError):
 
 
 class StateLostError(TpufitError, RuntimeError):
-    """A step failed on the device, and the weights that it should compute, or that it has consumed, are lost."""
+    """A step failed on the device, and the weights that it would have computed, or has already consumed, are lost."""
 
 
 class BusyError(TpufitError, RuntimeError):

@@ -101,8 +101,8 @@ class Model(StepMethods):
         jit_compile: The argument of `compile`: `"auto"` (which Keras replaces by True or False), True or False. If you
             set it, it applies from the next `fit`, `evaluate` or `predict`.
         history: The `History` of the last `fit`.
-        input_bound: The share of time, from 0 to 1, in which the device waited for data: in the current epoch, or
-            between epochs in the last epoch.
+        input_bound: The share of time, from 0 to 1, in which the device waited for data: in the current epoch or,
+            between two epochs, in the previous one.
         stop_training: Set it to True in a callback to end training after the current batch.
         stop_evaluating: Set it to True in a callback to end an evaluation after the current batch.
         stop_predicting: Set it to True in a callback to end a prediction after the current batch.
@@ -204,9 +204,9 @@ class Model(StepMethods):
                 elements, or a pair of losses and their weights: `lambda y_pred, y: ((y_pred - y).abs(), y != 0)`.
             loss_weights: The factor of each output's loss in the total, in the form of `loss` (default: 1); outputs
                 missing in a dict have 1.
-            metrics: Names (`"accuracy"`), torchmetrics objects, and functions of (prediction, target), in a list, or by
-                name in a dict. A function returns values for rows or for the batch, which are averaged over the rows,
-                or a pair of values and their weights. A `tpufit.DatasetMetric` is computed over all rows at once.
+            metrics: Names (`"accuracy"`), torchmetrics objects, and functions of (prediction, target), in a list, or in
+                a dict of name: metric. A function returns values for rows or for the batch, which are averaged over the
+                rows, or a pair of values and their weights. A `tpufit.DatasetMetric` is computed over all rows at once.
                 With several classes or labels, `"f1"`, `"precision"`, `"recall"` and `"specificity"` are means over the
                 classes (macro), and `"f1_micro"` and the like count all classes together. One-hot targets are read as
                 classes if the loss takes classes. For several outputs, in the form of `loss`:
@@ -267,10 +267,10 @@ class Model(StepMethods):
                 A step gathers a weight when it uses it. A dict, `{"head.weight": None, "blocks.*.weight": 0}`: the
                 dimension, or None, for patterns of parameter names. The first pattern that matches counts; parameters
                 without a match stay whole. On one core nothing is split.
-            remat: Rematerialization (activation checkpointing): compute activations of these blocks again in the
+            remat: Rematerialization (activation checkpointing): compute the activations of some blocks again in the
                 backward pass instead of keeping them, which takes less memory and more work (default None). True: keep
                 only the inputs of the blocks that the module repeats in a `ModuleList` or `Sequential`, such as a
-                transformer's. A policy computes less again: `"attention"`, only the inside of attention; `"dots"`,
+                transformer's. A policy recomputes less: `"attention"`, only what is inside attention; `"dots"`,
                 everything except products with weights (linear layers) and the outputs of attention; `"nothing"`, the
                 same as True. Or a pattern of module names, such as `"encoder.layer.*"`, a list of patterns, or a dict
                 with a policy for each pattern (`{"encoder.layer.*": "dots"}`), of which the first that matches counts.
@@ -280,6 +280,12 @@ class Model(StepMethods):
         Raises:
             UnknownNameError: A name is unknown; the nearest names are suggested.
             ArgumentError: A value is invalid, such as float16.
+
+        Example:
+            >>> model = Model(nn.Linear(2, 2))
+            >>> model.compile("adamw", "cross_entropy", metrics=["accuracy"], precision="bf16", clip_norm=1.0)
+            >>> model.metrics_names
+            ['loss', 'accuracy']
 
         Source: `keras.Model.compile`.
         """
@@ -352,7 +358,7 @@ class Model(StepMethods):
                 it is 32. The size is printed, and in `report()`.
             epochs: The number of the last epoch: training runs from `initial_epoch` to it (default 1, or as many as
                 `max_steps` needs; 0: no epoch).
-            verbose: `"auto"` (default), 0 (silent), 1 (a progress bar) or 2 (a line an epoch).
+            verbose: `"auto"` (default), 0 (silent), 1 (a progress bar) or 2 (one line per epoch).
             callbacks: `Callback` objects, or a `CallbackList`.
             validation_split: The share of the rows, taken from the end before shuffling, to validate on (arrays and
                 map-style datasets).
@@ -365,10 +371,10 @@ class Model(StepMethods):
             sample_weight: With arrays, a weight for each row, or for each element of a sequence, shape `(rows, time)`;
                 for several outputs one array for all, or one for each in the form of `y`.
             initial_epoch: The epoch to begin with, from 0 (default 0).
-            steps_per_epoch: Global batches an epoch (default: all); needed for endless data. Each epoch continues after
-                the last batch of the previous epoch, and ends with the data, with a warning: with 10 batches and
+            steps_per_epoch: Global batches per epoch (default: all); needed for endless data. Each epoch continues
+                after the last batch of the previous epoch, and ends with the data, with a warning: with 10 batches and
                 `steps_per_epoch=9`, epochs have 9, 1, 9, 1, ... steps.
-            validation_steps: Batches a validation (default: all), each time from the start of its data.
+            validation_steps: Batches per validation (default: all), each time from the start of its data.
             validation_batch_size: Rows per core when validating, or `"global"` (default: `batch_size`).
             validation_freq: The number of epochs from one validation to the next (default 1), or a container of the
                 epochs (from 1) after which to validate.
@@ -382,8 +388,8 @@ class Model(StepMethods):
             validation_limit: The same for validation only (default: `limit`).
             min_epochs: The number of epochs before which no callback can end training (default 0); earlier requests
                 are dropped.
-            max_steps: The number of the optimizer's steps after which training ends, maybe inside an epoch (default: no
-                limit). Steps before a `resume` count too.
+            max_steps: The number of the optimizer's steps after which training ends, possibly inside an epoch (default:
+                no limit). Steps before a `resume` count too.
             max_time: The time after which to stop, at the end of a batch: seconds, or a `timedelta`.
             resume: True: resume from the newest checkpoint of the `ModelCheckpoint(folder)` or `BackupAndRestore` among
                 the callbacks, or start from the beginning without a checkpoint. `"best"`: from the best checkpoint.
@@ -419,6 +425,16 @@ class Model(StepMethods):
                 checkpoints could not be written.
             KeyboardInterrupt, SystemExit: After Ctrl-C or SIGTERM, once the step has ended and is saved.
             StrictError: See `strict`.
+
+        Example:
+            >>> import torch
+            >>> x = torch.arange(12.0).reshape(6, 2)
+            >>> model = Model(nn.Linear(2, 1))
+            >>> model.compile("sgd", "mse")
+            >>> y = x.sum(1, keepdim=True)
+            >>> history = model.fit(x, y, batch_size=2, epochs=2, validation_split=1 / 3, verbose=0)
+            >>> model.steps_taken, sorted(history.history)
+            (4, ['loss', 'val_loss'])
 
         Source: `keras.Model.fit`.
         """
@@ -520,6 +536,13 @@ class Model(StepMethods):
 
         Raises:
             NotCompiledError, ArgumentError, DataError, CoresError, LabelError: As in `fit`.
+
+        Example:
+            >>> import torch
+            >>> model = Model(nn.Identity())
+            >>> model.compile(None, "mse", metrics=["mae"])
+            >>> model.evaluate(torch.full((4, 1), 3.0), torch.zeros(4, 1), verbose=0)
+            [9.0, 3.0]
 
         Source: `keras.Model.evaluate`.
         """
@@ -713,6 +736,15 @@ class Model(StepMethods):
         Raises:
             NotCompiledError, ArgumentError, DataError, CoresError, LabelError: As in `fit`.
 
+        Example:
+            >>> import torch
+            >>> model = Model(nn.Linear(1, 1, bias=False))
+            >>> model.compile("sgd", "mse")
+            >>> x = torch.ones(4, 1)
+            >>> losses = [float(model.train_on_batch(x, 2 * x)) for step in range(3)]
+            >>> losses[0] > losses[1] > losses[2]
+            True
+
         Source: `keras.Model.train_on_batch`.
         """
         return_dict = require_flag("return_dict", return_dict)
@@ -734,7 +766,27 @@ class Model(StepMethods):
         *,
         cores: CoresArgument = None,
     ) -> Any:
-        """Evaluate one global batch, with the arguments, logs and errors of `train_on_batch` except `class_weight`.
+        """Evaluate one global batch. As in Keras, the logs are only of this batch.
+
+        Args:
+            x: The inputs: arrays, tensors or a nest of them, with the rows of all cores.
+            y: The targets.
+            sample_weight: A weight for each row.
+            return_dict: Return the logs by name (default False), which wait for the device only when they are read.
+            cores: As in `fit`.
+
+        Returns:
+            The loss if there are no metrics, else a list `[loss, *metrics]`; a mapping if `return_dict`.
+
+        Raises:
+            NotCompiledError, ArgumentError, DataError, CoresError, LabelError: As in `fit`.
+
+        Example:
+            >>> import torch
+            >>> model = Model(nn.Identity())
+            >>> model.compile(None, "mse")
+            >>> float(model.test_on_batch(torch.full((4, 1), 3.0), torch.zeros(4, 1)))
+            9.0
 
         Source: `keras.Model.test_on_batch`.
         """
@@ -754,6 +806,14 @@ class Model(StepMethods):
 
         Returns:
             A NumPy array, or a nest of arrays as the module returns them.
+
+        Raises:
+            ArgumentError, CoresError, BatchError: As in `fit`.
+
+        Example:
+            >>> import torch
+            >>> Model(nn.Linear(2, 3)).predict_on_batch(torch.zeros(4, 2)).shape
+            (4, 3)
 
         Source: `keras.Model.predict_on_batch`.
         """
@@ -788,6 +848,9 @@ class Model(StepMethods):
         Returns:
             Batches `(x, y)` or `(x, y, sample_weight)` of host tensors, or in the form in which the data yield them.
 
+        Raises:
+            ArgumentError, DataError, CoresError: As in `fit`.
+
         Example:
             >>> import torch, tpufit
             >>> x, y = torch.randn(6, 2), torch.tensor([0, 0, 0, 1, 1, 1])
@@ -808,6 +871,9 @@ class Model(StepMethods):
     @in_turn()
     def reset_metrics(self) -> None:
         """Reset the logs of `train_on_batch` and `test_on_batch`; each call of these does so anyway.
+
+        Example:
+            >>> Model(nn.Linear(1, 1)).reset_metrics()
 
         Source: `keras.Model.reset_metrics`.
         """
@@ -853,6 +919,15 @@ class Model(StepMethods):
             input_size: The shape of an input, including rows: zeros of this shape run through the module once.
             x: A batch of inputs to run through the module instead, e.g. integers or several inputs.
 
+        Raises:
+            ArgumentError: `print_fn` isn't callable, or `input_size` isn't a shape.
+
+        Example:
+            >>> lines = []
+            >>> Model(nn.Linear(2, 3)).summary(print_fn=lines.append, input_size=(1, 2))
+            >>> "1x3" in lines[0]
+            True
+
         Source: `keras.Model.summary`.
         """
         engine = self._engine
@@ -880,6 +955,16 @@ class Model(StepMethods):
         Args:
             recurse: False leaves out the parameters of its layers (default True).
 
+        Returns:
+            The parameters, each once.
+
+        Raises:
+            BusyError: Another thread is running steps, during which the tensors are empty.
+
+        Example:
+            >>> [tuple(parameter.shape) for parameter in Model(nn.Linear(2, 3)).parameters()]
+            [(3, 2), (3,)]
+
         Source: `torch.nn.Module.parameters`.
         """
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
@@ -891,6 +976,16 @@ class Model(StepMethods):
             prefix: The beginning of each name (default: none).
             recurse: False leaves out the parameters of its layers (default True).
 
+        Returns:
+            Pairs of a name and a parameter, each parameter once.
+
+        Raises:
+            BusyError: Another thread is running steps, during which the tensors are empty.
+
+        Example:
+            >>> [name for name, _ in Model(nn.Linear(2, 3)).named_parameters("head")]
+            ['head.weight', 'head.bias']
+
         Source: `torch.nn.Module.named_parameters`.
         """
         if not tracing():
@@ -900,6 +995,13 @@ class Model(StepMethods):
 
     def count_params(self) -> int:
         """Count the elements of the parameters, as `summary` does; a tied parameter counts once.
+
+        Returns:
+            The number of elements.
+
+        Example:
+            >>> Model(nn.Linear(2, 3)).count_params()
+            9
 
         Source: `keras.Model.count_params`.
         """
@@ -913,6 +1015,9 @@ class Model(StepMethods):
 
         Returns:
             The `Report`: print it, or read its `problems` and `hints`.
+
+        Raises:
+            ArgumentError: `verbose` is neither True nor False.
 
         Example:
             >>> import torch, tpufit
@@ -945,6 +1050,9 @@ class Model(StepMethods):
             `tokens_per_second`, over all cores and including padding, if the rows are texts: whole numbers in two
             dimensions. `share_of_peak`, from 0 to 1, on a TPU: the operations of matrix products and convolutions,
             divided by the vendor's peak in bfloat16.
+
+        Raises:
+            ArgumentError: The pace isn't a finite number of at least 0.
 
         Example:
             >>> import torch, tpufit
@@ -985,6 +1093,15 @@ class Model(StepMethods):
         Raises:
             StateLostError: A step failed on the device, and the weights are lost with it.
             BusyError: Another thread trains the model.
+
+        Example:
+            >>> import torch
+            >>> model = Model(nn.Linear(1, 1))
+            >>> model.compile("sgd", "mse")
+            >>> _ = model.train_on_batch(torch.ones(4, 1), torch.ones(4, 1))
+            >>> model.write_back()
+            >>> model.module.weight.shape
+            torch.Size([1, 1])
         """
         self._engine.require_weights("write_back")
         self._engine.state.write_back()
@@ -998,6 +1115,14 @@ class Model(StepMethods):
 
         Raises:
             ArgumentError: No averages are kept.
+
+        Example:
+            >>> import torch
+            >>> model = Model(nn.Linear(1, 1))
+            >>> model.compile("sgd", "mse", use_ema=True)
+            >>> _ = model.train_on_batch(torch.ones(4, 1), torch.ones(4, 1))
+            >>> model.swap_ema_weights(to=True)  # the module has the averages
+            >>> model.swap_ema_weights(to=False)
         """
         to = None if to is None else require_flag("to", to)
         if self._engine.config.ema is None and to is not False:
@@ -1008,8 +1133,16 @@ class Model(StepMethods):
     def state_dict(self) -> dict[str, Tensor]:
         """Return the module's parameters and buffers as host tensors, by name. This waits for the device.
 
+        Returns:
+            Host tensors by name; the names of a tied tensor share one.
+
         Raises:
             StateLostError: A step failed on the device, and the weights are lost with it.
+            WeightsError: The module's state has objects other than tensors.
+
+        Example:
+            >>> sorted(Model(nn.Linear(2, 3)).state_dict())
+            ['bias', 'weight']
 
         Source: `torch.nn.Module.state_dict`.
         """
@@ -1033,8 +1166,15 @@ class Model(StepMethods):
             skip_mismatch: Load the weights that fit and warn of the rest, instead of raising an error.
 
         Raises:
+            ArgumentError: `state` isn't a dict of tensors by name.
             WeightsError: A name is missing or unknown, a shape differs, or a tied tensor has different values.
             StateLostError: A lost tensor is missing in `state`.
+
+        Example:
+            >>> net, model = nn.Linear(2, 1), Model(nn.Linear(2, 1))
+            >>> model.load_state_dict(net.state_dict())
+            >>> bool((model.module.weight == net.weight).all())
+            True
         """
         engine = self._engine
         skip_mismatch = require_flag("skip_mismatch", skip_mismatch)
@@ -1056,6 +1196,16 @@ class Model(StepMethods):
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """Return the parameters and buffers as arrays, in the order of `state_dict`. This waits for the device.
 
+        Returns:
+            A NumPy array for each parameter and buffer.
+
+        Raises:
+            StateLostError, WeightsError: As in `state_dict`.
+
+        Example:
+            >>> [array.shape for array in Model(nn.Linear(2, 3)).get_weights()]
+            [(3, 2), (3,)]
+
         Source: `keras.Model.get_weights`.
         """
         return [as_array(value) for value in self.state_dict().values()]
@@ -1067,7 +1217,15 @@ class Model(StepMethods):
             weights: An array or tensor for each parameter and buffer.
 
         Raises:
+            ArgumentError: `weights` isn't a list or tuple.
             WeightsError: There are too few or too many arrays, or a shape differs.
+            StateLostError: As in `load_state_dict`.
+
+        Example:
+            >>> model, other = Model(nn.Linear(2, 1)), Model(nn.Linear(2, 1))
+            >>> other.set_weights(model.get_weights())
+            >>> bool((model.module.weight == other.module.weight).all())
+            True
 
         Source: `keras.Model.set_weights`.
         """
@@ -1096,6 +1254,15 @@ class Model(StepMethods):
             CheckpointNotWrittenError: Another file or folder is there, the disk refuses it, or a weight isn't finite.
             WeightsError: The module's state has objects other than tensors.
 
+        Example:
+            >>> import tempfile
+            >>> model = Model(nn.Linear(2, 1))
+            >>> model.compile("adamw", "mse")
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     model.save(f"{folder}/model")
+            ...     load(f"{folder}/model", nn.Linear(2, 1))
+            Model(Linear, 3 parameters, compiled with AdamW, 0 steps taken)
+
         Source: `keras.Model.save`.
         """
         require_path("filepath", filepath)
@@ -1123,6 +1290,13 @@ class Model(StepMethods):
             ArgumentError: The path has another suffix.
             CheckpointNotWrittenError: `finite_only` is set, and a weight has NaN or infinities.
             OSError: The file system refused.
+
+        Example:
+            >>> import os, tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     Model(nn.Linear(2, 1)).save_weights(f"{folder}/last.safetensors")
+            ...     os.listdir(folder)
+            ['last.safetensors']
 
         Source: `keras.Model.save_weights`.
         """
@@ -1199,6 +1373,13 @@ class Model(StepMethods):
 
         Returns:
             The module that `Model` was made of, now an ordinary PyTorch module on the CPU.
+
+        Raises:
+            StateLostError: A step failed on the device, and the weights are lost with it.
+
+        Example:
+            >>> Model(nn.Linear(2, 3)).to_cpu()
+            Linear(in_features=2, out_features=3, bias=True)
         """
         self._engine.move_to(HOST)
         return self.module
@@ -1209,6 +1390,17 @@ class Model(StepMethods):
 
         A new rate takes effect at the next step and costs nothing: it is an input of the graph. `model.optimizer` has
         the same attribute, as in Keras's guides.
+
+        Raises:
+            NotCompiledError: There is no optimizer.
+            ArgumentError: The new rate isn't a finite number of at least 0.
+
+        Example:
+            >>> model = Model(nn.Linear(1, 1))
+            >>> model.compile("adamw")
+            >>> model.learning_rate = model.learning_rate / 2
+            >>> model.learning_rate
+            0.0005
         """
         return optimizers.rates(optimizers.require_optimizer(self.optimizer))[0]
 
@@ -1224,6 +1416,15 @@ class Model(StepMethods):
 
         Returns:
             True or False; None if unknown.
+
+        Raises:
+            ArgumentError: `name` isn't a string.
+
+        Example:
+            >>> model = Model(nn.Linear(1, 2))
+            >>> model.compile("sgd", "cross_entropy", metrics=["accuracy"])
+            >>> model.higher_is_better("val_accuracy"), model.higher_is_better("loss"), model.higher_is_better("other")
+            (True, False, None)
         """
         if not isinstance(name, str):
             raise ArgumentError(f"name must be the name of a log, such as 'val_loss', got {short_repr(name)}")

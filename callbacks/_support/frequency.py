@@ -22,7 +22,7 @@ def resolve_frequency(argument: str, value: object, words: Mapping[str, int]) ->
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     choices = ", ".join(map(repr, words))
-    raise ArgumentError(f"{argument} must be {choices} or a number of batches from 1, got {value!r}")
+    raise ArgumentError(f"{argument} must be {choices} or a whole number of batches of at least 1, got {value!r}")
 
 
 class SaveRule:

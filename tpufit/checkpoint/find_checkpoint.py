@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.data_position import start_of_next_pass
-from ..errors import ArgumentError, CheckpointMissingError, join_few
+from ..errors import ArgumentError, CheckpointDamagedError, CheckpointMissingError, join_few
 from ..utils.urls import is_url
 from .directory import CheckpointDirectory
 from .format import Checkpoint, is_checkpoint, read
@@ -46,10 +46,14 @@ def read_checkpoint_at(path: str | os.PathLike[str], best: bool = False) -> Chec
     """
     _require_step(path)
     if is_checkpoint(path) or not (is_url(path) or Path(path).is_dir()):
-        checkpoint = read(path)
+        try:
+            checkpoint = read(path)
+            check_state(checkpoint)
+        except CheckpointDamagedError as error:
+            cure = "Pass another checkpoint, or its run's folder, of which the newest intact checkpoint is read"
+            raise CheckpointDamagedError(f"{error}. {cure}") from error
         if best:
             raise ArgumentError(f"which='best' chooses among a run's checkpoints, and {path} is a single checkpoint")
-        check_state(checkpoint)
         return checkpoint
     run = CheckpointDirectory(path)
     chosen = run.best(check_state) if best else run.newest(check_state)

@@ -89,8 +89,8 @@ class LocalStore:
         """
         target = self.where / name
         if target.is_symlink() or (target.exists() and not target.is_dir()):
-            kind = "a link" if target.is_symlink() else "no folder"
-            raise FileExistsError(errno.EEXIST, f"It is {kind}, and can't be replaced by a checkpoint", str(target))
+            why = "It is a link" if target.is_symlink() else "It isn't a folder"
+            raise FileExistsError(errno.EEXIST, f"{why}, so a checkpoint can't replace it", str(target))
         draft, old = (self.where / f".{name}.{kind}-{_process_mark()}" for kind in ("tmp", "old"))
         shutil.rmtree(draft, ignore_errors=True)
         _drop(old, home=target)

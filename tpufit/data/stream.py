@@ -308,7 +308,8 @@ class Stream:
                 raise ArgumentError(f"{name}={limit}: {self._name} doesn't say how many batches it has; give a number")
             limit = max(1, round(limit * self.steps))
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise ArgumentError(f"{name} must be a number of batches from 1, or a share such as 0.1, got {limit!r}")
+            wanted = "a whole number of batches of at least 1, or a share such as 0.1"
+            raise ArgumentError(f"{name} must be {wanted}, got {limit!r}")
         self._limit = limit if self.steps is None else min(limit, self.steps)
         self.steps = self.steps and self._limit  # None if the data may have fewer
 

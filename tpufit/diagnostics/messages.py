@@ -63,8 +63,8 @@ def compiling(seconds: float, elapsed: float, graphs: int) -> str | None:
     if seconds < _COMPILE_SECONDS or seconds < _SHARE * elapsed:
         return None
     return (
-        f"compiling {say_count(graphs, 'graph')} took {seconds:.0f} s of {elapsed:.0f} s: fewer batch shapes mean "
-        "fewer graphs, a smaller steps_per_execution smaller graphs, and a longer training pays only once"
+        f"compiling {say_count(graphs, 'graph')} took {seconds:.0f} s of {elapsed:.0f} s: use fewer batch "
+        "shapes for fewer graphs, or a smaller steps_per_execution for smaller ones. A longer training compiles no more"
     )
 
 
@@ -82,8 +82,8 @@ def report_waiting(waited: float, elapsed: float) -> str | None:
     return (
         f"the device waited for data {waited / elapsed:.0%} of the epoch: decoding and augmenting take longer than the "
         f"steps. Let workers do it (DataLoader(..., num_workers={cpus()}) on this machine), or do it once: "
-        "tpufit.data.CachedDataset keeps ready samples, with copies=k in k augmented variants, and its "
-        "device_transform augments on the device. A larger batch_size helps where the steps are small"
+        "tpufit.data.CachedDataset stores finished samples (with copies=k, k augmented variants of each), and its "
+        "device_transform augments them on the device. A larger batch_size helps where the steps are small"
     )
 
 
@@ -92,20 +92,22 @@ def report_read_logs(times: int, steps: int) -> str | None:
 
     Example:
         >>> print(report_read_logs(90, 100))
-        callbacks read the logs of 90 of 100 batches, and each time the device was waited for: read them every \
+        callbacks read the logs of 90 of 100 batches, and waited for the device each time: read them every \
 hundredth batch, or in on_epoch_end
     """
     if times < _OFTEN or times < _SHARE * steps:
         return None
     cure = "read them every hundredth batch, or in on_epoch_end"
-    return f"callbacks read the logs of {times} of {steps} batches, and each time the device was waited for: {cure}"
+    return f"callbacks read the logs of {times} of {steps} batches, and waited for the device each time: {cure}"
 
 
 def weights_changed(times: int, steps: int) -> str | None:
     """Report weights that a callback changed before `times` of the steps."""
     if times < _OFTEN or times < _SHARE * steps:
         return None
-    problem = f"a callback changed the weights before {times} of {steps} steps, and each time the device was waited for"
+    problem = (
+        f"a callback changed the weights before {times} of {steps} steps, and the host waited for the device each time"
+    )
     return f"{problem}: do it inside train_step, where it is part of the graph"
 
 
@@ -120,7 +122,10 @@ def validating(seconds: float, elapsed: float) -> str | None:
     """Report validations that take longer than the training, out of all the time."""
     if seconds < _SECONDS or seconds < elapsed / 2:
         return None
-    cure = "fit(validation_freq=5) does it less often, a larger validation_batch_size faster, validation_steps on less"
+    cure = (
+        "validate less often (validation_freq=5), in larger batches (validation_batch_size), or on fewer batches "
+        "(validation_steps)"
+    )
     return f"validating took {seconds / elapsed:.0%} of the time: {cure}"
 
 

@@ -91,7 +91,7 @@ class Report:
         >>> counts = Counts(waits=Counter({"batch logs": 40}), seconds=seconds)
         >>> report = Report((Pass("train", 40, 1280, 4.0, 0.1),), counts, {"train": ""})
         >>> report.problems
-        ['callbacks read the logs of 40 of 40 batches, and each time the device was waited for: read them every \
+        ['callbacks read the logs of 40 of 40 batches, and waited for the device each time: read them every \
 hundredth batch, or in on_epoch_end']
     """
 

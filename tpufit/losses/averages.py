@@ -16,7 +16,7 @@ from ..runtime import COUNTS
 from .outputs import describe_nest
 from .sample_weights import spread_weights
 
-# The number of rows, elements or labels, or the sum of their weights, maybe on the device; "nothing" for a sum.
+# The number of rows, elements or labels, or the sum of their weights, possibly on the device; "nothing" for a sum.
 Weight = Tensor | float | str
 NOTHING = "nothing"
 

@@ -121,7 +121,7 @@ class LossByOutput:
             loss.forget_classes()
 
     def check_labels(self, ranges: Mapping[Output, LabelRange] | None, y_pred: Any = None) -> None:
-        """Raise `LabelError` for a label that is no class of its output, see `Loss.check_labels`."""
+        """Raise `LabelError` for a label that isn't a class of its output, see `Loss.check_labels`."""
         for key, labels in (ranges or {}).items():
             self._losses[key].check_labels(labels, pick(y_pred, key))
 
@@ -170,7 +170,7 @@ class SharedLoss(Loss):
             self._by_output.forget_classes()
 
     def check_labels(self, labels: Any, y_pred: Any = None) -> None:
-        """Raise `LabelError` for a label that is no class of its output."""
+        """Raise `LabelError` for a label that isn't a class of its output."""
         if labels is None or isinstance(labels, LabelRange):
             super().check_labels(labels, y_pred)
         else:

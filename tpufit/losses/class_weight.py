@@ -22,7 +22,7 @@ class ClassWeight:
     `"balanced"` computes the weights from the classes in array targets, in a form that `weigh` takes.
 
     Raises:
-        ArgumentError: A class is no whole number from 0, or a weight is no number.
+        ArgumentError: A class isn't a whole number of at least 0, or a weight isn't a number.
 
     Example:
         >>> x, y = torch.zeros(3, 2), torch.tensor([0, 2, 1])

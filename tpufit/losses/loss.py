@@ -72,7 +72,7 @@ class Loss:
 
     Raises:
         UnknownNameError: No loss has this name; for Keras's names the error gives PyTorch's.
-        ArgumentError: The argument is no loss.
+        ArgumentError: The argument isn't a loss.
 
     Example:
         >>> import torch
@@ -233,7 +233,7 @@ class Loss:
         self._classes = 0
 
     def check_labels(self, labels: LabelRange | None, y_pred: Any = None) -> None:
-        """Raise `LabelError` for a label that is no class of `y_pred`: the device would compute NaN or nonsense.
+        """Raise `LabelError` for a label that isn't a class of `y_pred`: the device would compute NaN or nonsense.
 
         The classes are dimension 1 of the output, or dimension 0 of a vector. Without `y_pred`, which a replayed step
         doesn't have, the number of classes is that of the last output.

@@ -46,7 +46,7 @@ class Metric:
 
     Raises:
         UnknownNameError: No metric has this name.
-        ArgumentError: The argument is no name, torchmetrics object or function, or the metric takes no weights.
+        ArgumentError: The argument isn't a name, a torchmetrics object or a function, or the metric takes no weights.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class DeviceMetric:
         self.splits = bool(getattr(metric, "splits", False))
         self._device_copy: torchmetrics.Metric | None = None
         self._copied_to: Placement | None = None
-        # Without own sums, as it collects whole batches or wraps other metrics, it is updated on the host.
+        # A metric without sums of its own (it collects whole batches, or wraps other metrics) is updated on the host.
         own_sums = bool(metric._defaults) and not any(isinstance(v, list) for v in metric._defaults.values())
         self.keeps_batches = not own_sums or any(isinstance(m, torchmetrics.Metric) for m in metric.children())
 
@@ -247,7 +247,8 @@ class DeviceMetric:
             shapes = " and ".join(f"{dtype_name(dtype)} {tuple(shape)}" for shape, dtype in form)
             raise ArgumentError(
                 f"the metric {name!r}, {type(self._metric).__name__}, can't take an output and targets of {shapes}: "
-                f"{str(fault).strip()}"
+                f"{str(fault).strip().rstrip('.')}. Pass a metric with the arguments for this task (such as "
+                "num_classes and ignore_index), or a function of (prediction, target) that reshapes them"
             ) from fault
 
     def _find_fault(self, arguments: Sequence[Tensor]) -> Exception | None:
@@ -276,7 +277,7 @@ class DeviceMetric:
                 labels = argument if ignored is None else argument[argument != ignored]
                 least, most = (int(labels.min()), int(labels.max())) if labels.numel() else (0, 0)
                 if not 0 <= least <= most < classes:
-                    raise ValueError(f"the classes are from {least} to {most}, and num_classes={classes}")
+                    raise ValueError(f"there are classes from {least} to {most}, but num_classes={classes}")
 
     def update(self, sums: SumTable, slot: int, arguments: Sequence[Tensor]) -> Sequence[Tensor] | None:
         """Add a batch, inside a step: the output, the target, and the weights if `update` takes them.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .metric import Metric
 
 # The key of a sum that counts finite steps. The first step that isn't finite makes it negative, and then it doesn't
-# change any more. So it gives the number of that step, which a replayed step doesn't know.
+# change any more. A replayed step doesn't know its own number; this sum gives it.
 _FINITE: Key = (None, "finite")
 
 # The defaults of sums.
@@ -123,7 +123,7 @@ class PassMetrics(SumTable):
             averages: The denominators of the scalars (default: the rows).
 
         Raises:
-            ArgumentError: A value is no number, no tensor of one element and no tracked metric.
+            ArgumentError: A value is neither a number, nor a tensor of one element, nor a tracked metric.
         """
         noted = self._noted
         self._noted = {}
@@ -140,7 +140,10 @@ class PassMetrics(SumTable):
                 continue
             if not isinstance(value, (Tensor, Real)) or (isinstance(value, Tensor) and value.numel() != 1):
                 what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise ArgumentError(f"a step must return numbers or scalar tensors by name, got {name!r}: {what}")
+                raise ArgumentError(
+                    f"a step must return numbers or scalar tensors by name, but {name!r} is {what}: return its mean, "
+                    "or log it with a metric"
+                )
             for i, mean in enumerate((averages or Averages(rows)).of(value)):
                 scalars.append(self._add_mean(name, str(i or ""), mean, rows))
         if self._watches and scalars:

@@ -50,7 +50,7 @@ def build(
 
     Raises:
         UnknownNameError: No optimizer has this name.
-        ArgumentError: The argument is no optimizer, has parameters outside the model, or can't run on XLA.
+        ArgumentError: The argument isn't an optimizer, has parameters outside the model, or can't run on XLA.
 
     Example:
         >>> from functools import partial
@@ -118,7 +118,8 @@ def _require_matrices(module: nn.Module) -> None:
     if others:
         raise ArgumentError(
             f"'muon' trains matrices only, and the module has {say_count(len(others), 'other parameter')}, e.g. one of "
-            f"shape {others[0]}. Pass timm.optim.Muon of the package timm, which trains other parameters like AdamW"
+            f"shape {others[0]}. Pass timm.optim.Muon of the package timm, which trains all other parameters as AdamW "
+            "does"
         )
 
 

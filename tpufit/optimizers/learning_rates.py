@@ -36,7 +36,7 @@ def group_rates(optimizer: Optimizer) -> list[float]:
 
 
 def check_rate(rate: object, name: str = "learning_rate") -> float:
-    """Return a learning rate as a number; an `ArgumentError` if it is no number, NaN, infinite or negative.
+    """Return a learning rate as a number; an `ArgumentError` if it isn't a number, or is NaN, infinite or negative.
 
     A tensor or an array of one number is accepted, because schedules return them.
     """

@@ -146,7 +146,7 @@ class SharedStepCounters(Optimizer):
             idle = [p for p in parameters if p.grad is None]
             if 0 < len(idle) < len(parameters):
                 unused = self._spare is not None and not self._stepped
-                separate = self._spare if unused else counter.clone()  # a clone is no input of existing graphs
+                separate = self._spare if unused else counter.clone()  # a clone isn't an input of existing graphs
                 for p in idle:
                     self.state[p]["step"] = separate
                 self._stepped = True

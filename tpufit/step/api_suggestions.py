@@ -44,7 +44,7 @@ _INSTEAD = {
 }
 _SCHEDULE = "a schedule is a callback: fit(callbacks=[tpufit.callbacks.LRScheduler('cosine', warmup=0.05)])"
 _OPTIMIZERS = (
-    "it is the optimizer's: compile(lambda parameters: torch.optim.AdamW(parameters, lr=0.001, weight_decay=0.1))"
+    "pass it to the optimizer, compile(lambda parameters: torch.optim.AdamW(parameters, lr=0.001, weight_decay=0.1))"
 )
 _WORKERS = "a torch.utils.data.DataLoader has workers: fit(DataLoader(data, batch_size=32, num_workers=4))"
 _ARGUMENTS = {
@@ -193,10 +193,10 @@ def suggestion_for(name: str) -> str | None:
     """Return a sentence that says what to use instead of a missing method or attribute, or None.
 
     Example:
-        >>> suggestion_for("children")
-        'a tpufit.Model is no nn.Module but has one: model.module.children'
+        >>> print(suggestion_for("children"))
+        a tpufit.Model isn't an nn.Module, but has one: use model.module.children
     """
     if name in _INSTEAD:
         return _INSTEAD[name]
     known = not name.startswith("_") and hasattr(nn.Module, name)
-    return f"a tpufit.Model is no nn.Module but has one: model.module.{name}" if known else None
+    return f"a tpufit.Model isn't an nn.Module, but has one: use model.module.{name}" if known else None

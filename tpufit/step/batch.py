@@ -40,7 +40,7 @@ class BatchForm(NamedTuple):
     spec: TreeSpec
     rows: int  # over all cores
     nbytes: int
-    tokens: int  # padding included; 0 if x is no text
+    tokens: int  # padding included; 0 if x isn't a text
     signature: int  # the number of the structure, shapes and dtypes, see `GraphKeys.signature`
 
 
@@ -60,7 +60,7 @@ class DeviceGroup(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of all batches, padding included; 0 if x is no text."""
+        """The number of tokens of all batches, padding included; 0 if x isn't a text."""
         return self.forms[0].tokens * len(self.forms)
 
     @property

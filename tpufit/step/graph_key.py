@@ -68,7 +68,7 @@ class Guard:
             changed = sorted({name for name, _ in set(pairs) ^ set(others)})
             if changed:
                 return f"{changed[0]}{where}"
-        return "nothing that has a name"
+        return "something without a name"
 
     def describe_values(self, later: Guard, varying: Mapping[str, tuple[Any, Any]]) -> str:
         """Give both values of the option or fact that `describe_change` names, e.g. `" (from 0.9 to 0.5)"`."""
@@ -192,7 +192,7 @@ class GraphKeys:
             self._strict.refuse(
                 f"after its first pass over the data the {self._role} step needs another graph, because "
                 f"{self._cause_of_snapshot()}. Only the optimizer's numbers, such as the learning rate, are inputs of "
-                "a graph: change the rest before fit, or leave out strict"
+                "a graph: change the rest before fit, or fit without strict=True"
             )
 
     def make_key(self, signature: int, steps: int, stacked: bool, updates: Iterable[Hashable]) -> tuple[Any, ...]:

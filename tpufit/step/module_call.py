@@ -79,7 +79,7 @@ def _of_batch(module: nn.Module, x: Any) -> tuple[Sequence[Any], Mapping[str, An
 def _keeps_cache(module: nn.Module) -> bool:
     """True if a transformers model would return the cache of keys and values that generating a text needs.
 
-    The cache is no prediction, and a rematerialized block would add to it twice.
+    The cache isn't a prediction, and a rematerialized block would add to it twice.
     """
     if getattr(getattr(module, "config", None), "use_cache", False) is not True:
         return False

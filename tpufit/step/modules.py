@@ -16,7 +16,7 @@ def unwrap_module(module: object) -> nn.Module:
     """Return the module without a wrapper of `torch.compile`.
 
     Raises:
-        ArgumentError: It is no module, or torch.compile, torch.jit or torch.export has made a part of it.
+        ArgumentError: It isn't a module, or torch.compile, torch.jit or torch.export has made a part of it.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"tpufit.Model wraps a torch.nn.Module (an instance), got {module!r}")

@@ -149,8 +149,8 @@ class OptimizerState:
         kind = type(self.optimizer).__name__
         if kind != given["class"]:
             raise CheckpointMismatchError(
-                f"the checkpoint is of {given['class']}, and {name} is {kind}: compile with the same optimizer, or "
-                "load the weights alone, with load_weights"
+                f"the checkpoint has {given['class']}, but the model's {name} is {kind}: compile with the same "
+                "optimizer, or load only the weights, with load_weights"
             )
         groups = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         before = [group["params"] for group in given["groups"]]

@@ -58,7 +58,7 @@ def blocks(remat: RematArgument, module: nn.Module) -> dict[str, str]:
     names = [name for name, _ in module.named_modules() if name]
     for pattern in policies:
         if not any(fnmatchcase(name, pattern) for name in names):
-            other = f", and is no policy ({', '.join(REMAT_POLICIES)})" if isinstance(remat, str) else ""
+            other = f", and isn't a policy ({', '.join(REMAT_POLICIES)})" if isinstance(remat, str) else ""
             raise ArgumentError(
                 f"remat names {pattern!r}, but {type(module).__name__} has no such module{other}; it has "
                 f"{join_few(names) or 'none'}"

@@ -447,7 +447,8 @@ class TrainState:
             warn(
                 f"no optimizer has {join_few([readable_name(name) for name in unused])}, for which the step computes a "
                 "gradient: they don't learn. Give an optimizer these parameters too, as in compile(optimizer=lambda "
-                "parameters: torch.optim.SGD([*parameters, *others], lr=0.1)), or freeze them by requires_grad_(False)"
+                "parameters: torch.optim.SGD([*parameters, *others], lr=0.1)), or freeze them with "
+                "requires_grad_(False)"
             )
 
     def _find_unused(self) -> dict[str, Tensor]:
@@ -513,13 +514,15 @@ class TrainState:
         unknown = [name for name in left_out if name not in weights]
         if unknown:
             raise CheckpointMismatchError(
-                f"the checkpoint's net had frozen weights that this one lacks: {join_few(unknown)}"
+                f"the checkpoint's net had frozen weights that this one lacks: {join_few(unknown)}. Build the net as "
+                "it was when the checkpoint was saved"
             )
         weights = {name: tensor for name, tensor in weights.items() if name not in left_out}
         check_weights(weights, saved.weights)
         if named.keys() != saved.optimizers.keys():
             raise CheckpointMismatchError(
-                f"the checkpoint is of the optimizers {[*saved.optimizers]}, and the model has {[*named]}"
+                f"the checkpoint has the optimizers {[*saved.optimizers]}, but the model has {[*named]}: compile with "
+                "the same optimizers, or load only the weights, with load_weights"
             )
         for name, optimizer in named.items():
             self.state_of(optimizer).check_options(name, names, saved.optimizers[name])

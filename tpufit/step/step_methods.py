@@ -93,6 +93,11 @@ class StepMethods(Holder):
 
         Raises:
             BatchError: The module takes other arguments, or one of its layers fails, e.g. on rows of the wrong shape.
+
+        Example:
+            >>> import tpufit
+            >>> tpufit.Model(torch.nn.Flatten())(torch.zeros(4, 2, 3)).shape
+            torch.Size([4, 6])
         """
         engine = self._engine
         placement = engine.state.placement
@@ -143,6 +148,22 @@ class StepMethods(Holder):
             torchmetrics objects among the model's attributes, which your own step updates, are logged too: under
             the attribute's name, or under `"name"` if the step returns `{"name": self.metric.compute()}`. The metrics
             of a `MetricCollection` keep the names that the collection gives them.
+
+        Example: a step that adds noise to the inputs.
+            >>> import tpufit
+            >>> class Noisy(tpufit.Model):
+            ...     def train_step(self, batch):
+            ...         x, y = batch
+            ...         loss = self.compute_loss(x, y, self(x + 0.1 * torch.randn_like(x)))
+            ...         self.apply_gradients(loss)
+            ...         return {"loss": loss, "noise": 0.1}
+            >>> model = Noisy(torch.nn.Linear(1, 1))
+            >>> model.compile("sgd", "mse")
+            >>> history = model.fit(torch.ones(4, 1), torch.ones(4, 1), verbose=0)
+            >>> sorted(history.history)
+            ['loss', 'noise']
+
+        Source: `keras.Model.train_step`.
         """
         x, y, sample_weight = unpack(batch)
         y_pred = self(x)
@@ -151,7 +172,16 @@ class StepMethods(Holder):
         return {"loss": loss, **self.compute_metrics(x, y, y_pred, sample_weight)}
 
     def test_step(self, batch: Any) -> dict[str, Any]:
-        """Evaluate one batch, like `train_step` without gradients and without an update."""
+        """Evaluate one batch, like `train_step` without gradients and without an update.
+
+        Args:
+            batch: As in `train_step`.
+
+        Returns:
+            Scalars by name, as in `train_step`.
+
+        Source: `keras.Model.test_step`.
+        """
         x, y, sample_weight = unpack(batch)
         y_pred = self(x)
         loss = _loss(self, x, y, y_pred, sample_weight, training=False)
@@ -160,7 +190,16 @@ class StepMethods(Holder):
     def predict_step(self, batch: Any) -> Any:
         """Compute the outputs for a batch: a tensor or a nest of tensors, with the batch's rows as first dimension.
 
-        The output of a Hugging Face model is reduced to its logits, if it has any.
+        Args:
+            batch: As in `train_step`; targets are ignored.
+
+        Returns:
+            The module's output. Of the output of a Hugging Face model only the logits, if it has any.
+
+        Raises:
+            BatchError: x gives single rows.
+
+        Source: `keras.Model.predict_step`.
         """
         x, _, _ = unpack(batch)
         y_pred = losses.extract_logits(self(x))
@@ -185,10 +224,22 @@ class StepMethods(Holder):
                 `(batch, time)`; for several outputs one tensor for all, or one for each; or None.
             training: False in an evaluation (default True), for a loss of your own. An override may leave it out.
 
+        Returns:
+            The loss, a scalar.
+
         Raises:
             NotCompiledError: `compile` was given no loss.
             ArgumentError, DataError: The losses don't fit the outputs of the module or the targets.
             LabelError: A label of this batch is outside the module's classes.
+
+        Example:
+            >>> import tpufit
+            >>> model = tpufit.Model(torch.nn.Identity())
+            >>> model.compile(None, "mse")
+            >>> model.compute_loss(y=torch.zeros(2), y_pred=torch.tensor([1.0, 3.0]))
+            tensor(5.)
+
+        Source: `keras.Model.compute_loss`.
         """
         engine = self._engine
         loss = losses.require_loss(engine.config.loss, "compute_loss")
@@ -255,6 +306,8 @@ class StepMethods(Holder):
 
         Raises:
             NotCompiledError: There is no optimizer.
+
+        Example: see `train_step`.
         """
         optimizer = optimizer or self.optimizer
         if optimizer is None:

@@ -65,7 +65,7 @@ def is_count_or_share(value: float) -> bool:
 
 def _check_limit(record: Any, name: str) -> None:
     if record.limit is not None:
-        wanted = "a number of batches from 1, or a share such as 0.1"
+        wanted = "a whole number of batches of at least 1, or a share such as 0.1"
         _set(record, "limit", require_number(name, record.limit, wanted, is_count_or_share))
 
 

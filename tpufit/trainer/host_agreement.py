@@ -83,7 +83,7 @@ def _compare_batches(group: list[DeviceGroup], place: str, done: int, per_host: 
     if most == fewest and largest != smallest:
         raise HostError(
             f"batch {done + 1} ({place}) has {rows} rows on this host, and from {smallest} to {largest:g} on "
-            "others. Make all batches of one size, e.g. by drop_last=True"
+            "others. Make all batches of one size, e.g. with drop_last=True"
         )
     if most == fewest and sum(forms):
         raise HostError(

@@ -53,8 +53,8 @@ def compare_hosts(engine: Engine, **arguments: Any) -> None:
                 [f"{name}: {_shorten(first.get(name))} and {_shorten(other.get(name))}" for name in differing]
             )
             raise HostError(
-                f"process 0 and process {index} must do the same, but these differ: {pairs}. Run one script with the "
-                "same arguments on all hosts"
+                f"process 0 and process {index} must run the same step, but these differ: {pairs}. Run one script with "
+                "the same arguments on all hosts"
             )
 
 
@@ -105,7 +105,10 @@ def _share_weights(engine: Engine) -> None:
     values = to_host(list(tensors.values()), "state")
     digests = all_gather([_digest(value) for value in values])
     if len({len(of_host) for of_host in digests}) > 1:
-        raise HostError(f"the hosts have different numbers of weights: {[len(of_host) for of_host in digests]}")
+        raise HostError(
+            f"the hosts have different numbers of tensors: {[len(of_host) for of_host in digests]}. Build the same net "
+            "and optimizer on all hosts"
+        )
     differing = [i for i in range(len(values)) if len({of_host[i] for of_host in digests}) > 1]
     if not differing:
         return
@@ -115,7 +118,7 @@ def _share_weights(engine: Engine) -> None:
     named = [names.get(keys[i], "state of an optimizer") for i in differing]
     warn(
         f"{say_count(len(named), 'tensor')} differed between the hosts, and all use process 0's now: "
-        f"{join_few(named)}. Seed all hosts alike, by tpufit.set_random_seed, before the net is made"
+        f"{join_few(named)}. Seed all hosts alike, with tpufit.set_random_seed, before the net is made"
     )
 
 

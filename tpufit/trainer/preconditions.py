@@ -52,7 +52,7 @@ def require_learning(engine: Engine) -> None:
         raise ArgumentError(
             f"{join_few(added)} were added to the module after compile, and no optimizer has them: they would not "
             "learn. Call compile again, or model.optimizer.add_param_group({'params': "
-            f"model.module.get_submodule({layer!r}).parameters()}}); or freeze them by requires_grad_(False)"
+            f"model.module.get_submodule({layer!r}).parameters()}}); or freeze them with requires_grad_(False)"
         )
     if any(p.requires_grad for p in module.parameters()) or not any(
         hasattr(m, "peft_config") for m in module.modules()
