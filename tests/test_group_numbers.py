@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tpufit.optimizers.group_numbers import Course
+from tpufit.optimizers.group_numbers import NumberTrace
 
 
 def averaged(k, rate, largest, total):
@@ -21,24 +21,24 @@ def averaged(k, rate, largest, total):
     return k + 1, largest, total, share, rate * (0.9 * (1 - share) - 1), 1 - 0.999 ** (k + 1)
 
 
-def course_of(numbers):
-    course = Course()
-    given = [course.number((0, 0, 0, str(i)), value) for i, value in enumerate(numbers)]
-    return course, averaged(*given)
+def trace_of(numbers):
+    trace = NumberTrace()
+    given = [trace.number((0, 0, 0, str(i)), value) for i, value in enumerate(numbers)]
+    return trace, averaged(*given)
 
 
-def again(course, found, numbers):
-    values = course.recompute({(0, 0, 0, str(i)): value for i, value in enumerate(numbers)})
+def again(trace, found, numbers):
+    values = trace.recompute({(0, 0, 0, str(i)): value for i, value in enumerate(numbers)})
     return values and tuple(values[number.index] if hasattr(number, "index") else number for number in found)
 
 
 def test_arithmetic_equals_pythons_bit_for_bit():
     numbers = 0, 0.05, -1.0, 0.0
-    course, found = course_of(numbers)
-    assert again(course, found, numbers) == averaged(*numbers)
+    trace, found = trace_of(numbers)
+    assert again(trace, found, numbers) == averaged(*numbers)
     later = 1, 0.07, 0.02, 0.3
-    assert again(course, found, later) == averaged(*later)
-    assert [type(value) for value in again(course, found, later)] == [int, *[float] * 5]
+    assert again(trace, found, later) == averaged(*later)
+    assert [type(value) for value in again(trace, found, later)] == [int, *[float] * 5]
 
 
 @pytest.mark.parametrize(
@@ -46,24 +46,24 @@ def test_arithmetic_equals_pythons_bit_for_bit():
     [(3, 0.05, 0.02, 0.3), (1, 0.05, 0.2, 0.3), (0, 0.0, -1.0, 0.0)],
     ids=["after the warm-up", "with a smaller rate", "with a rate of 0"],
 )
-def test_another_branch_is_another_course(numbers):
-    course, found = course_of((0, 0.05, -1.0, 0.0))
-    assert again(course, found, numbers) is None
-    other, found = course_of(numbers)
+def test_another_branch_needs_another_trace(numbers):
+    trace, found = trace_of((0, 0.05, -1.0, 0.0))
+    assert again(trace, found, numbers) is None
+    other, found = trace_of(numbers)
     assert again(other, found, numbers)[:3] == averaged(*numbers)[:3]
     assert other.recompute({(0, 0, 0, str(i)): value for i, value in enumerate((1, 0.07, 0.02, 0.3))}) is None
 
 
 @pytest.mark.parametrize("read", [float, int, hash, lambda number: {number: 0}])
-def test_a_number_that_is_read_belongs_to_the_course(read):
-    course = Course()
-    read(course.number((0, 0, 0, "k"), 2))
-    assert course.recompute({(0, 0, 0, "k"): 2}) == [2, 2]
-    assert course.recompute({(0, 0, 0, "k"): 3}) is None
+def test_a_number_that_is_read_belongs_to_the_trace(read):
+    trace = NumberTrace()
+    read(trace.number((0, 0, 0, "k"), 2))
+    assert trace.recompute({(0, 0, 0, "k"): 2}) == [2, 2]
+    assert trace.recompute({(0, 0, 0, "k"): 3}) is None
 
 
 X = torch.ones(3)
-# Functions of PyTorch, and whether they take a tensor for the number, so that it doesn't become a part of the course.
+# Functions of PyTorch, and whether they take a tensor for the number, so that it doesn't become a part of the trace.
 USES = {
     "x * number": (lambda number: X * number, True),
     "number - x": (lambda number: number - X, True),
@@ -84,14 +84,14 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_pytorch_computes_with_it_as_with_a_number(use):
     function, takes_tensor = USES[use]
-    course = Course()
-    course.enter = lambda index: torch.tensor(course.values[index])
-    found = function(course.number((0, 0, 0, "a"), 0.75))
+    trace = NumberTrace()
+    trace.enter = lambda index: torch.tensor(trace.values[index])
+    found = function(trace.number((0, 0, 0, "a"), 0.75))
     torch.testing.assert_close(found, function(0.75))
-    assert (course.recompute({(0, 0, 0, "a"): 0.5}) is not None) == takes_tensor
+    assert (trace.recompute({(0, 0, 0, "a"): 0.5}) is not None) == takes_tensor
 
 
-def test_sqrt_of_it_is_no_silent_constant():
-    course = Course()
-    assert math.sqrt(course.number((0, 0, 0, "a"), 0.25)) == 0.5
-    assert course.recompute({(0, 0, 0, "a"): 0.25}) and course.recompute({(0, 0, 0, "a"): 0.5}) is None
+def test_math_sqrt_of_a_number_is_part_of_the_trace():
+    trace = NumberTrace()
+    assert math.sqrt(trace.number((0, 0, 0, "a"), 0.25)) == 0.5
+    assert trace.recompute({(0, 0, 0, "a"): 0.25}) and trace.recompute({(0, 0, 0, "a"): 0.5}) is None

@@ -1,14 +1,15 @@
 """`GroupNumbers`: numbers in an optimizer's groups that change between steps, as the momentum does with `OneCycle`.
 
 Callbacks change them, or the optimizer's steps, as in schedule-free optimizers. They stay Python numbers. Only while a
-step is traced they are `Traced` numbers, whose computations a `Course` records. A number that enters a tensor is an
-input of the graph. A replay computes the course again with the current numbers. If a comparison then has another
-outcome, the step takes another course and is traced.
+step is traced are they `Traced` numbers, whose computations a `NumberTrace` records. A number that enters a tensor is
+an input of the graph. A replay computes the trace again with the current numbers. If a comparison then has another
+outcome, the step needs another trace of the numbers, and so another graph.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,75 +29,113 @@ Attached = Sequence[tuple[Optimizer, DeviceRates]]
 """The optimizers with rates on the device, and these rates."""
 
 
-class Course:
-    """A record of what the Python of some steps computes from the groups' numbers, and of its comparisons."""
+class Number(NamedTuple):
+    """An instruction of a trace: take the group's number at a place."""
+
+    place: _Place
+
+
+class Constant(NamedTuple):
+    """An instruction of a trace: take a number that isn't a group's."""
+
+    value: float
+    kind: type  # of the value: 1 and 1.0 are equal, but they are different constants
+
+
+class Computation(NamedTuple):
+    """An instruction of a trace: compute a function of two values."""
+
+    function: Callable[[Any, Any], Any]
+    left: int  # the index of the value
+    right: int
+
+
+class Check(NamedTuple):
+    """An instruction of a trace: compute a function of two values, which must have the same outcome."""
+
+    function: Callable[[Any, Any], Any]
+    left: int  # the index of the value
+    right: int
+    outcome: bool | type[ArithmeticError]  # the class, if the function raises an error
+
+
+class NumberTrace:
+    """The arithmetic that the Python of some steps does on the groups' numbers, and the outcome of each comparison."""
 
     def __init__(self) -> None:
-        self._lines: list[tuple[Any, ...]] = []
-        self._known: dict[Hashable, int] = {}
+        self._instructions: list[Number | Constant | Computation | Check] = []
+        self._known: dict[Hashable, int] = {}  # the index of each instruction's value; -1 for a check, which has none
         self.values: list[Any] = []
         self.used: dict[int, Tensor] = {}  # the numbers that entered tensors, as inputs of the graph, in order
         self.results: dict[tuple[int, int, str], Any] = {}  # by optimizer, group and name: what the steps have changed
         self.enter: Callable[[int], Tensor] = lambda index: self.used[index]  # makes a number an input
 
-    def number(self, source: Any, value: float) -> Traced:
-        """Record a number of a group, whose source is its place, or a constant, whose source is its value."""
-        return Traced(self, self._line((None, type(source), source, None), lambda: value))
+    def number(self, place: _Place, value: float) -> Traced:
+        """Record a number of a group."""
+        return Traced(self, self._record(Number(place), lambda: value))
 
     def compute(self, function: Callable[[Any, Any], Any], *operands: Any) -> Traced:
         """Compute and record a function of two numbers."""
-        at = [self._index(operand) for operand in operands]
-        left, right = (self.values[i] for i in at)
+        left, right = map(self._index, operands)
         try:
-            return Traced(self, self._line((function, None, *at), lambda: function(left, right)))
+            value = partial(function, self.values[left], self.values[right])
+            return Traced(self, self._record(Computation(function, left, right), value))
         except ArithmeticError:  # recorded, because the optimizer may catch it
-            self._check((function, ArithmeticError, *at))
+            self._record_check(Check(function, left, right, ArithmeticError))
             raise
 
     def compare(self, function: Callable[[Any, Any], bool], *operands: Any) -> bool:
-        """Compare two numbers and record the outcome; with another outcome, steps take another course."""
-        left, right = (self._index(operand) for operand in operands)
+        """Compare two numbers and record the outcome; with another outcome, steps need another trace."""
+        left, right = map(self._index, operands)
         outcome = function(self.values[left], self.values[right])
-        self._check((function, outcome, left, right))
+        self._record_check(Check(function, left, right, outcome))
         return outcome
 
     def recompute(self, numbers: dict[_Place, float]) -> list[Any] | None:
-        """Compute the course with other numbers; None if these take another course."""
+        """Compute the values with other numbers of the groups; None if these need another trace."""
         values: list[Any] = []
-        for function, kind, left, right in self._lines:
-            if function is None:
-                values.append(numbers[left] if kind is tuple else left)
-                continue
-            try:
-                result = function(values[left], values[right])
-            except ArithmeticError:
-                if kind is not ArithmeticError:
+        for instruction in self._instructions:  # `isinstance`, because this runs at each step, and `match` is slow
+            if isinstance(instruction, Computation):
+                function, left, right = instruction
+                try:
+                    values.append(function(values[left], values[right]))
+                except ArithmeticError:
                     return None
-                continue
-            if kind is None:
-                values.append(result)
-            elif result is not kind:
-                return None
+            elif isinstance(instruction, Check):
+                function, left, right, outcome = instruction
+                try:
+                    result = function(values[left], values[right])
+                except ArithmeticError:
+                    result = ArithmeticError
+                if result is not outcome:
+                    return None
+            elif isinstance(instruction, Number):
+                values.append(numbers[instruction.place])
+            else:
+                values.append(instruction.value)
         return values
 
     def _index(self, operand: Any) -> int:
-        return operand.index if isinstance(operand, Traced) else self.number(operand, operand).index
+        """Return the index of an operand's value; an operand that isn't `Traced` is a constant."""
+        if isinstance(operand, Traced):
+            return operand.index
+        return self._record(Constant(operand, type(operand)), lambda: operand)
 
-    def _check(self, line: tuple[Any, ...]) -> None:
-        if line not in self._known:
-            self._known[line] = -1  # no value
-            self._lines.append(line)
-
-    def _line(self, line: tuple[Any, ...], value: Callable[[], Any]) -> int:
-        if line not in self._known:
+    def _record(self, instruction: Number | Constant | Computation, value: Callable[[], Any]) -> int:
+        if instruction not in self._known:
             self.values.append(value())
-            self._known[line] = len(self.values) - 1
-            self._lines.append(line)
-        return self._known[line]
+            self._known[instruction] = len(self.values) - 1
+            self._instructions.append(instruction)
+        return self._known[instruction]
+
+    def _record_check(self, check: Check) -> None:
+        if check not in self._known:
+            self._known[check] = -1
+            self._instructions.append(check)
 
 
 class GroupNumbers:
-    """The numbers in the optimizers' groups that change between steps, and the courses that steps have taken so far.
+    """The numbers in the optimizers' groups that change between steps, and the traces that steps have taken so far.
 
     Attributes:
         changed: The values before and after the last change that made an option an input, by the option's name.
@@ -104,16 +143,16 @@ class GroupNumbers:
 
     def __init__(self) -> None:
         self.changed: dict[str, tuple[Any, Any]] = {}
-        self._courses: dict[Hashable, list[Course]] = {}
+        self._traces: dict[Hashable, list[NumberTrace]] = {}
         self._constants: dict[Optimizer, list[Options]] = {}  # for each group the options that are part of the graph
         self._steps: list[dict[Optimizer, list[Options]]] = []  # the others, for each step noted since the last `find`
         self._numbers: dict[_Place, float] = {}
-        self._course = Course()  # of the last trace
+        self._trace = NumberTrace()  # of the last trace
         self._varying: list[tuple[int, Optimizer, DeviceRates]] = []  # the optimizers with such numbers
         # Of the next steps.
         self._base: Hashable = None
-        self._at = 0  # the number of their course
-        self._sent: list[float] = []  # the numbers that were sent for this course
+        self._at = 0  # the number of their trace
+        self._sent: list[float] = []  # the numbers that were sent for this trace
         self._results: dict[tuple[int, int, str], Any] = {}
         self._inputs: list[Tensor] = []
         self._first = 0  # the first of the inputs that are numbers
@@ -160,10 +199,10 @@ class GroupNumbers:
     def find(
         self, key: Hashable, attached: Attached, placement: Placement, steps: int
     ) -> tuple[tuple[int, ...], list[Tensor]]:
-        """Find the course that the next steps take.
+        """Find the trace that the next steps take.
 
         Returns:
-            The course's part of the graph's key, and the inputs that it adds: none before its first trace, which adds
+            The trace's part of the graph's key, and the inputs that it adds: none before its first trace, which adds
             the inputs itself.
         """
         self._varying = [(i, *pair) for i, pair in enumerate(attached) if has_inputs(pair[0])]
@@ -184,14 +223,14 @@ class GroupNumbers:
                 for step, row in enumerate(rates.sent):
                     self._numbers |= {(step, i, j, "lr", 0): rate for j, rate in enumerate(row)}
         self._base = key
-        courses = self._courses.setdefault(key, [])
-        for self._at, course in enumerate(courses):
-            values = course.recompute(self._numbers)
+        traces = self._traces.setdefault(key, [])
+        for self._at, trace in enumerate(traces):
+            values = trace.recompute(self._numbers)
             if values is not None:
-                self._results = _evaluate(course.results, values)
-                self._sent = [values[index] for index in course.used]
+                self._results = _evaluate(trace.results, values)
+                self._sent = [values[index] for index in trace.used]
                 return (self._at,), to_device([_as_tensor(value) for value in self._sent], placement)
-        self._at = len(courses)
+        self._at = len(traces)
         self._sent = []
         return (self._at,), []
 
@@ -199,16 +238,16 @@ class GroupNumbers:
     def in_steps(self, inputs: list[Tensor]) -> Iterator[Callable[[int], None]]:
         """A context for tracing steps, at whose end the groups get their numbers back.
 
-        The graph's `inputs` end with the inputs of the course. The context yields a function to call with the number
+        The graph's `inputs` end with the inputs of the trace. The context yields a function to call with the number
         of each step before it runs.
         """
         if not self._varying:
             yield lambda step: None
             return
-        self._course = course = Course()
+        self._trace = trace = NumberTrace()
         self._inputs = inputs
         self._first = len(inputs) - len(self._sent)
-        course.enter = self._enter
+        trace.enter = self._enter
         groups = [
             (i, j, group, [*inputs_in(group), *(["lr"] if runs_numbers(optimizer) else [])])
             for i, optimizer, _ in self._varying
@@ -217,9 +256,9 @@ class GroupNumbers:
         before = [dict(group) for _, _, group, _ in groups]
         given: dict[tuple[int, int, str], Any] = {}
 
-        def trace(place: tuple[int, int, int, str], option: Any) -> Any:
+        def as_traced(place: tuple[int, int, int, str], option: Any) -> Any:
             places = [(*place, part) for part in range(len(_list(option)))]
-            numbers = [course.number(each, self._numbers[each]) for each in places]
+            numbers = [trace.number(each, self._numbers[each]) for each in places]
             return type(option)(numbers) if isinstance(option, (tuple, list)) else numbers[0]
 
         def use(step: int) -> None:
@@ -227,12 +266,12 @@ class GroupNumbers:
                 for name in names:
                     # Keep the options that an earlier step has changed.
                     if name == "lr" or group[name] is given.get((i, j, name), group[name]):
-                        given[i, j, name] = group[name] = trace((step, i, j, name), options[name])
+                        given[i, j, name] = group[name] = as_traced((step, i, j, name), options[name])
 
         try:
             yield use
             for i, j, group, _ in groups:
-                course.results |= {
+                trace.results |= {
                     (i, j, name): value
                     for name, value in group.items()
                     if name != "lr" and value is not given.get((i, j, name)) and _holds_traced(value)
@@ -242,31 +281,31 @@ class GroupNumbers:
                 group.update({key: values.get(key) for key in group if key in names or _holds_traced(group[key])})
 
     def _enter(self, index: int) -> Tensor:
-        """Return a number of the course as an input of the graph."""
-        course = self._course
-        at = len(self._course.used)
-        if index not in course.used:
-            value = course.values[index]
+        """Return a number of the trace as an input of the graph."""
+        trace = self._trace
+        at = len(self._trace.used)
+        if index not in trace.used:
+            value = trace.values[index]
             if at < len(self._sent) and self._sent[at] == value:
-                course.used[index] = self._inputs[self._first + at]
+                trace.used[index] = self._inputs[self._first + at]
             else:
-                (course.used[index],) = to_device([_as_tensor(value)], self._placement)
-                self._inputs.append(course.used[index])
-        return course.used[index]
+                (trace.used[index],) = to_device([_as_tensor(value)], self._placement)
+                self._inputs.append(trace.used[index])
+        return trace.used[index]
 
     def note_trace(self) -> bool:
         """Note that the steps have been traced and run: give the groups their new numbers.
 
         Returns:
-            True if the course is new, and steps of the same key have taken another one before.
+            True if the trace is new, and steps of the same key have taken another one before.
         """
         if not self._varying:
             return False
-        course = self._course
-        courses = self._courses[self._base]
-        new = self._at == len(courses) > 0
-        courses[self._at :] = [course, *courses[self._at + 1 :]]
-        self._results = _evaluate(course.results, course.values)
+        trace = self._trace
+        traces = self._traces[self._base]
+        new = self._at == len(traces) > 0
+        traces[self._at :] = [trace, *traces[self._at + 1 :]]
+        self._results = _evaluate(trace.results, trace.values)
         self.note_replay()
         return new
 

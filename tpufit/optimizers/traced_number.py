@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class Traced(torch.SymFloat):
-    """A number of a course; see `GroupNumbers`.
+    """A number of a `NumberTrace`; see `GroupNumbers`.
 
     In an operation of PyTorch it is an input of the graph. Any other use of its value, such as `math.sqrt`, makes the
-    value a part of the course. It is no `float`, because C code reads the value of a `float` unnoticed.
+    value a part of the trace. It isn't a `float`, because C code reads the value of a `float` unnoticed.
     """
 
-    def __init__(self, course: Any, index: int) -> None:
-        self.course = course
+    def __init__(self, trace: Any, index: int) -> None:
+        self.trace = trace
         self.index = index
 
     @property
@@ -32,13 +32,13 @@ class Traced(torch.SymFloat):
 
     def on_device(self) -> Tensor:
         """Return the number as an input of the graph."""
-        tensor: Tensor = self.course.enter(self.index)
+        tensor: Tensor = self.trace.enter(self.index)
         return tensor
 
     def pin(self) -> Any:
-        """Return the value, and make it a part of the course: with another value, steps take another course."""
-        value = self.course.values[self.index]
-        self.course.compare(operator.eq, self, value)
+        """Return the value, and make it a part of the trace: with another value, steps need another trace."""
+        value = self.trace.values[self.index]
+        self.trace.compare(operator.eq, self, value)
         return value
 
     # PyTorch calls these methods of `node`.
@@ -85,10 +85,10 @@ class Traced(torch.SymFloat):
         return repr(self.pin())
 
     def __bool__(self) -> bool:
-        return bool(self.course.compare(operator.ne, self, 0))
+        return bool(self.trace.compare(operator.ne, self, 0))
 
     def __neg__(self) -> Any:
-        return self.course.compute(operator.sub, 0, self)
+        return self.trace.compute(operator.sub, 0, self)
 
     def __abs__(self) -> Any:
         return -self if self < 0 else self
@@ -117,7 +117,7 @@ def _arithmetic(function: Callable[[Any, Any], Any], swapped: bool = False) -> A
     def method(self: Traced, other: Any) -> Any:
         if not isinstance(other, (int, float, Traced)):  # e.g. a tensor, whose method Python then calls
             return NotImplemented
-        return self.course.compute(function, *((other, self) if swapped else (self, other)))
+        return self.trace.compute(function, *((other, self) if swapped else (self, other)))
 
     return method
 
@@ -125,7 +125,7 @@ def _arithmetic(function: Callable[[Any, Any], Any], swapped: bool = False) -> A
 def _comparison(function: Callable[[Any, Any], bool]) -> Any:
     def method(self: Traced, other: Any) -> Any:
         known = isinstance(other, (int, float, Traced))
-        return self.course.compare(function, self, other) if known else NotImplemented
+        return self.trace.compare(function, self, other) if known else NotImplemented
 
     return method
 

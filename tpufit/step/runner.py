@@ -156,8 +156,8 @@ class StepRunner:
                 role.keys.refresh(state.modules, used, self._program.traced_keys, self._group_numbers.changed)
         key = role.keys.make_key(group.forms[0].signature, steps, group.stacked, updates)
         if role.learns:
-            course, added = self._group_numbers.find(key, attached, state.placement, steps)
-            key = (*key, *course)
+            number_trace, added = self._group_numbers.find(key, attached, state.placement, steps)
+            key = (*key, *number_trace)
             inputs = [*inputs, *added]
         return _Plan(key, inputs, seeds, updates, partial(self._body, group, updates))
 

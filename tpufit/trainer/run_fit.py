@@ -92,10 +92,10 @@ def run_fit(
         auto_size = "" if chosen is None else f"batch_size='auto': {chosen.why}\n"
         print(f"{auto_size}{_headline(engine, settled, data, before)}{begun}", flush=True)
     history = History()
-    course = schedule.params(data.steps, engine.config.gradients.accumulate_steps)
-    epochs = range(schedule.initial_epoch, course["epochs"] or 0)
+    hook_params = schedule.params(data.steps, engine.config.gradients.accumulate_steps)
+    epochs = range(schedule.initial_epoch, hook_params["epochs"] or 0)
     validates = held_out is not None and (held_out.every is not None or any(map(held_out.is_due, epochs)))
-    params = {"steps": data.steps, "verbose": verbosity, **course, "validates": validates}
+    params = {"steps": data.steps, "verbose": verbosity, **hook_params, "validates": validates}
     all_callbacks = make_callback_list(engine, callbacks, params, history)
     if schedule.sanity_steps and epochs:
         first = validation.first_batches(schedule.sanity_steps)
