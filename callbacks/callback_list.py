@@ -59,7 +59,7 @@ class CallbackList(Callback):
         callbacks: The callbacks, as a list.
         measures: True if a callback measures the host's time (`Callback.measures_time`).
         expose: Called before the hooks of callbacks that may read the weights (`Callback.reads_weights`).
-        note_users_code: Called after a hook has run the user's code; with False if the hook runs at each batch.
+        note_user_code: Called after a hook has run the user's code; with True if the hook runs at each batch.
 
     Raises:
         ArgumentError: An object is not a callback; raised before any callback's methods run.
@@ -93,7 +93,7 @@ class CallbackList(Callback):
             if wanted and not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.append(kind())
         self.expose: Callable[[], None] = lambda: None
-        self.note_users_code: Callable[[bool], None] = lambda seldom: None
+        self.note_user_code: Callable[[bool], None] = lambda every_batch: None
         self._pending_end_hook: str | None = None  # of the current training, evaluation or prediction
         self._failed: object = None
         self.set_params(params)
@@ -199,7 +199,7 @@ class CallbackList(Callback):
                         self._call_despite_errors(hook, listeners[position + 1 :], {})
                     raise
             if hook in self._hooks_of_users:
-                self.note_users_code(hook not in _EACH_BATCH)
+                self.note_user_code(hook in _EACH_BATCH)
         if hook == self._pending_end_hook:
             self._pending_end_hook = None
 

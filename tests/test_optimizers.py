@@ -115,7 +115,7 @@ def test_rates_are_scaled_once():
     optimizer = torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.01}])
     optimizers.scale_rates(optimizer, 8.0)
     optimizers.scale_rates(optimizer, 8.0)
-    assert optimizers.rates(optimizer) == pytest.approx([0.8, 0.08])
+    assert optimizers.list_rates(optimizer) == pytest.approx([0.8, 0.08])
 
 
 # These compute with a tensor rate on any device; the others insist on a device that supports capture.

@@ -66,7 +66,7 @@ def test_the_last_steps_are_audited_if_cheap_or_users_code_runs(clock):
 
     assert steps_audited(captured(), clock, 10, 0.1, countdown) == []
     assert steps_audited(captured(), clock, 10, 30.0, countdown) == [4, 8]
-    hooked = steps_audited(captured(), clock, 10, 0.1, countdown, lambda own: own.note_users_code(seldom=False))
+    hooked = steps_audited(captured(), clock, 10, 0.1, countdown, lambda own: own.note_user_code(every_batch=True))
     assert hooked == [8, 9]
 
 
@@ -81,7 +81,7 @@ def test_an_audit_follows_rarely_run_user_code(clock):
     own = captured()
     own.note_replay("graph", 3)
     assert not own.is_due("graph", None)
-    own.note_users_code(seldom=True)
+    own.note_user_code(every_batch=False)
     assert own.is_due("graph", None)
 
 
@@ -90,7 +90,7 @@ def test_the_doubtful_steps(clock, coded, doubtful):
     own = captured()
     own.note_replay("graph", 3)
     if coded:
-        own.note_users_code(seldom=False)
+        own.note_user_code(every_batch=True)
     own.note_replay("graph", 4)
     assert own.count_doubtful_steps("graph") == doubtful
 
@@ -98,7 +98,7 @@ def test_the_doubtful_steps(clock, coded, doubtful):
 def test_a_change_between_passes_leaves_no_doubtful_step(clock):
     own = captured()
     own.note_replay("graph", 3)
-    own.note_users_code(seldom=True)  # on_epoch_end
+    own.note_user_code(every_batch=False)  # on_epoch_end
     own.begin_pass()
     assert own.is_due("graph", None) and own.count_doubtful_steps("graph") == 0
 

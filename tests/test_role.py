@@ -26,14 +26,14 @@ def test_a_role_outlives_its_passes_and_keeps_its_graphs(cores):
     model = make()
     model.fit(X, Y, 8, verbose=0, validation_data=(X, Y), cores=cores)
     roles = engine_of(model).roles
-    first = {name: (role, role.program, role.sums, role.borrower) for name, role in roles.items()}
+    first = {name: (role, role.program, role.sums, role.runner) for name, role in roles.items()}
     before = runtime.counts()
     model.fit(X, Y, 8, verbose=0, validation_data=(X, Y))
     model.evaluate(X, Y, 8, verbose=0)
     assert not (runtime.counts() - before).graphs
     for name in ("train", "eval"):
-        role, program, sums, borrower = first[name]
-        assert (roles[name], role.program, role.sums) == (role, program, sums) and role.borrower is not borrower
+        role, program, sums, runner = first[name]
+        assert (roles[name], role.program, role.sums) == (role, program, sums) and role.runner is not runner
     assert first["predict"][1] is roles["predict"].program is None
 
 

@@ -58,7 +58,7 @@ def test_steps_are_started_one_after_another(cores):
     assert not spent.graphs and set(spent.waits) <= {"throttle"}  # which keeps the host back, see test_in_flight.py
     assert (run.tally.steps, run.tally.batches, run.tally.rows) == (5, 5, 5 * ROWS)
     assert (own.state.numbers.step, own.state.numbers.rows_seen) == (5, 5 * ROWS)
-    assert own.latest is own.roles["train"] and not run.inside and not run.eager
+    assert own.latest is own.roles["train"] and not run.step_in_progress and not run.eager
 
 
 def test_evaluations_count_rows_but_no_training_steps(cores):
@@ -117,7 +117,8 @@ def test_a_label_out_of_range_is_refused_before_anything_changes(cores):
     run_over(run, BATCHES[:1])
     with pytest.raises(LabelError, match="7"):
         run_over(run, [(X[0], torch.full((ROWS,), 7))])
-    assert not run.inside and (run.tally.steps, own.state.numbers.step, own.state.numbers.rows_seen) == (1, 1, ROWS)
+    assert not run.step_in_progress
+    assert (run.tally.steps, own.state.numbers.step, own.state.numbers.rows_seen) == (1, 1, ROWS)
     run_over(run, BATCHES[1:])
     assert run.tally.steps == 5
 
@@ -134,7 +135,7 @@ def test_a_failed_step_is_marked_incomplete(cores):
     run_over(run, BATCHES[:1])
     with pytest.raises(ZeroDivisionError):
         run_over(run, [(X[1][:8], Y[1][:8])])
-    assert run.inside and (run.tally.steps, own.state.numbers.step) == (1, 1)
+    assert run.step_in_progress and (run.tally.steps, own.state.numbers.step) == (1, 1)
 
 
 def test_the_first_nonfinite_step_is_named_by_its_number(cores):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tpufit
-from tpufit.backend import Load
+from tpufit.backend import StepMemory
 from tpufit.errors import (
     CoresError,
     DeviceBusyError,
@@ -29,7 +29,7 @@ from tpufit.utils import hardware, releases
 pytestmark = pytest.mark.runtime("torch_xla")
 GB = 1 << 30
 OF_2_8 = releases.parse_release(releases.version("torch_xla")) == "2.8"
-LOAD = Load(
+LOAD = StepMemory(
     role="train", rows=512, cores=8, weights=2 * GB, learns=2 * GB, optimizer=4 * GB, batch=GB // 4, precision="fp32"
 )
 
@@ -95,7 +95,7 @@ def test_a_full_memory_says_what_is_in_it_and_what_to_try():
     little = replace(LOAD, weights=9, learns=9, optimizer=9)
     said = str(translate(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), little))
     assert "shard" not in said and "Try compile(remat=True)" in said
-    small = Load(role="predict", rows=8, cores=8, weights=1, learns=1, optimizer=0, batch=1, precision="bf16")
+    small = StepMemory(role="predict", rows=8, cores=8, weights=1, learns=1, optimizer=0, batch=1, precision="bf16")
     said = str(translate(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), small))
     assert "predict step of 1 row a core" in said and "optimizer" not in said and "bf16" not in said
 

@@ -165,7 +165,7 @@ def test_weights_that_arent_finite_arent_saved(cores, tmp_path):
     run = tpufit.checkpoint.CheckpointDirectory(tmp_path / "run")
     writer = AsyncCheckpointWriter(run)
     checkpoint = tpufit.checkpoint.take_checkpoint(engine_of(model), {})
-    assert not checkpoint.is_here
+    assert not checkpoint.is_on_host
     writer.submit(checkpoint)
     with pytest.raises(CheckpointNotWrittenError, match=r"net\.0\.weight has NaN"):
         writer.finish()

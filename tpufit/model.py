@@ -752,8 +752,8 @@ class Model(StepMethods):
         require_gradients("train_on_batch")
         require_learning(self._engine)
         parts = (x, y, sample_weight)
-        run, _ = on_batch.run_on_batch(self._engine, "train", parts, cores, "train_on_batch", class_weight)
-        return _to_keras_form(run.logs(), self.metrics_names, return_dict)
+        runner, _ = on_batch.run_on_batch(self._engine, "train", parts, cores, "train_on_batch", class_weight)
+        return _to_keras_form(runner.logs(), self.metrics_names, return_dict)
 
     @in_turn()
     @torch.inference_mode(False)
@@ -792,8 +792,8 @@ class Model(StepMethods):
         """
         return_dict = require_flag("return_dict", return_dict)
         require_compiled(self._engine, "test_on_batch")
-        run, _ = on_batch.run_on_batch(self._engine, "eval", (x, y, sample_weight), cores, "test_on_batch")
-        return _to_keras_form(run.logs(), self.metrics_names, return_dict)
+        runner, _ = on_batch.run_on_batch(self._engine, "eval", (x, y, sample_weight), cores, "test_on_batch")
+        return _to_keras_form(runner.logs(), self.metrics_names, return_dict)
 
     @in_turn()
     @torch.inference_mode(False)
@@ -1150,7 +1150,7 @@ class Model(StepMethods):
         tensors = named_tensors(self.module)
         engine.state.write_back()
         unique = {id(tensor): tensor for tensor in tensors.values()}
-        with engine.noticing_loss():
+        with engine.translating_device_errors():
             host = dict(zip(unique, copy_to_host(list(unique.values()), "state"), strict=True))
         return {name: host[id(tensor)] for name, tensor in tensors.items()}
 
@@ -1402,7 +1402,7 @@ class Model(StepMethods):
             >>> model.learning_rate
             0.0005
         """
-        return optimizers.rates(optimizers.require_optimizer(self.optimizer))[0]
+        return optimizers.list_rates(optimizers.require_optimizer(self.optimizer))[0]
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:

@@ -38,7 +38,7 @@ class Auditing(Callback):
     reads_weights = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.model._engine.note_users_code(seldom=True)
+        self.model._engine.note_user_code(every_batch=False)
 
 
 def audit_of(name: str) -> dict[str, float]:

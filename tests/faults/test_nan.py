@@ -111,7 +111,7 @@ def test_a_custom_scalar_is_checked_too(cores):
 
     class Asks(Callback):
         def on_train_batch_end(self, batch, logs=None):
-            seen.append(engine_of(self.model).roles["train"].borrower.first_bad_step())
+            seen.append(engine_of(self.model).roles["train"].runner.first_bad_step())
 
     model, seen = compiled(Logging), []
     fit(model, with_nan(3), cores, Asks())

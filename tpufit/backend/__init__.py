@@ -26,4 +26,4 @@ from .eager import HOST
 from .in_flight import InFlight, NeverWaits
 from .placement import Placement, Sharding, Shardings, block_of_rows, sharding_of_each
 from .program import Body, Program, Sums
-from .step_memory import Load
+from .step_memory import StepMemory

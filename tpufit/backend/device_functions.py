@@ -18,7 +18,7 @@ from .cores import Cores, CoresArgument
 from .device_state import DeviceState, Slot
 from .placement import Names, Placement, Sharding, Shardings
 from .program import Program, Sums
-from .step_memory import Load
+from .step_memory import StepMemory
 
 
 class Backend(Protocol):
@@ -191,7 +191,7 @@ class Backend(Protocol):
     def falls_back(self, name: str) -> bool:
         """True if the device computes no overload of an operation."""
 
-    def translate(self, error: BaseException, load: Load | None = ...) -> Exception | None:
+    def translate(self, error: BaseException, memory: StepMemory | None = ...) -> Exception | None:
         """Translate an error of the runtime into an error of tpufit; None for an unknown error."""
 
     # Counters

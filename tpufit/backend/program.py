@@ -103,8 +103,8 @@ class Program(ABC):
     def try_again(self) -> None:
         """Try again to capture a step that couldn't be replayed: another `fit` may have other data, or be strict."""
 
-    def note_users_code(self, seldom: bool) -> None:
-        """Note that user code has run, which may have changed what the body reads; `seldom`: not at each step."""
+    def note_user_code(self, every_batch: bool) -> None:
+        """Note that user code, which may run at `every_batch`, has run and may have changed what the body reads."""
 
     def prepare_replay(self, key: Hashable) -> bool:
         """Hold the state for a replay with this key, and return True, if `replay` suffices without the body's Python.

@@ -1,10 +1,10 @@
-"""`Load`: the memory that a step needs on the device."""
+"""`StepMemory`: the memory that a step needs on the device."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Load:
+class StepMemory:
     """The memory that a step needs on the device. Sizes are in bytes on each core."""
 
     role: str

@@ -47,7 +47,7 @@ def export(filepath: str | os.PathLike[str], engine: Engine, example: Any) -> No
             rows[leaf] = {0: torch.export.Dim("batch")}
     engine.state.write_back()
     tensors = list({id(t): t for t in (*module.parameters(), *module.buffers())}.values())
-    with engine.noticing_loss():
+    with engine.translating_device_errors():
         host = copy_to_host(tensors, "state")
     values = dict(zip(map(id, tensors), host, strict=True))
     try:

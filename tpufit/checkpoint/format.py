@@ -69,7 +69,7 @@ class Checkpoint:
     versions: Mapping[str, str] = field(default_factory=lambda: {"tpufit": version("tpufit"), **runtime_versions()})
 
     @property
-    def is_here(self) -> bool:
+    def is_on_host(self) -> bool:
         """True if it is on the host. Otherwise it must be written before the next step."""
         return are_on_host((*self.weights.values(), *self.training.values()))
 
@@ -102,7 +102,7 @@ def write(
         OSError: The write failed.
     """
     weights, metadata = untie(checkpoint.weights)
-    training = _separate(checkpoint.training) if checkpoint.is_here else sort_by_width(checkpoint.training)
+    training = _separate(checkpoint.training) if checkpoint.is_on_host else sort_by_width(checkpoint.training)
     with fetch_checked(weights, checkpoint.learned, training.values()) as values:
         if is_first():
             check()
@@ -218,7 +218,7 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointNotWrittenError: The path has other content, or the write failed.
     """
-    if not is_first() and checkpoint.is_here:  # on a pod only process 0 writes
+    if not is_first() and checkpoint.is_on_host:  # on a pod only process 0 writes
         return
     place = Url(os.fspath(folder)) if is_url(folder) else Path(folder).absolute()
 
@@ -273,11 +273,11 @@ def read_manifest(folder: Path | Url) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointDamagedError(f"{path} is damaged: {_shorten(error)}") from None
     known: Any = manifest.get("format") if isinstance(manifest, dict) else None
-    if not is_whole(known, 1):
+    if not fits_int64(known, 1):
         raise CheckpointDamagedError(f"{path} is damaged: it has no format")
     versions = manifest.get("versions")
     made_by = versions.get("tpufit") if isinstance(versions, dict) else None
-    # If this version wrote the format, a digit is damaged: it has no such format.
+    # If this very version wrote it, the format number must be corrupt: this version has no such format.
     if known > FORMAT and isinstance(made_by, str) and made_by != version("tpufit"):
         raise CheckpointError(
             f"{folder} has format {known}, and this tpufit ({version('tpufit')}) knows formats up to {FORMAT}. It was "
@@ -301,10 +301,10 @@ def _find_fault(manifest: Mapping[str, Any]) -> str:
     metric, mesh, versions, tensors = (manifest.get(name) for name in ("metric", "mesh", "versions", "tensors"))
     fitting = {
         "format": manifest["format"] == FORMAT,
-        "step": is_whole(manifest.get("step")),
-        "number": is_whole(manifest.get("number")),
+        "step": fits_int64(manifest.get("step")),
+        "number": fits_int64(manifest.get("number")),
         "metric": metric is None or _is_score(metric),
-        "mesh": isinstance(mesh, dict) and all(map(is_whole, mesh.values())),
+        "mesh": isinstance(mesh, dict) and all(map(fits_int64, mesh.values())),
         "versions": isinstance(versions, dict) and all(isinstance(value, str) for value in versions.values()),
         "files": len(set(paths)) == len(paths) and all(map(_is_fingerprint, entries)),
         "tensors": isinstance(tensors, dict) and all(isinstance(value, dict) for value in tensors.values()),
@@ -317,7 +317,7 @@ def _find_fault(manifest: Mapping[str, Any]) -> str:
     return "" if given is None or given == checksum(manifest) else "its checksum doesn't match"
 
 
-def is_whole(value: Any, at_least: int = 0) -> bool:
+def fits_int64(value: Any, at_least: int = 0) -> bool:
     """True for a whole number of at least `at_least` that fits in 64 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and at_least <= value < 1 << 63
 
@@ -327,7 +327,7 @@ def _is_score(metric: Any) -> bool:
         isinstance(metric, dict)
         and metric.keys() == {"name", "value", "mode"}
         and isinstance(metric["name"], str)
-        and (isinstance(metric["value"], float) or is_whole(abs(metric["value"])))
+        and (isinstance(metric["value"], float) or fits_int64(abs(metric["value"])))
         and metric["mode"] in ("min", "max")
     )
 
@@ -335,7 +335,7 @@ def _is_score(metric: Any) -> bool:
 def _is_fingerprint(entry: Mapping[str, Any]) -> bool:
     sha256 = entry.get("sha256")
     known = entry.keys() == {"path", "size", "sha256"}
-    return known and is_whole(entry["size"], 1) and isinstance(sha256, str) and bool(_SHA256.fullmatch(sha256))
+    return known and fits_int64(entry["size"], 1) and isinstance(sha256, str) and bool(_SHA256.fullmatch(sha256))
 
 
 def _reject_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -53,8 +53,10 @@ def take_checkpoint(
     A state that is split over the cores stays there, and must be written before the next step.
 
     Args:
+        engine: The engine of the model.
         state: The other entries of the checkpoint's `state`, as JSON values.
         extra: Further tensors, on the host or the device, by name.
+        score: The value that ranks the checkpoint (default: none).
         save_frozen: False omits frozen parameters, but records their names (default True).
 
     Raises:
@@ -89,7 +91,7 @@ def save_weights(engine: Engine, path: str | os.PathLike[str], finite_only: bool
     module = engine.model.module
     weights = named_tensors(module)
     learned = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    with engine.noticing_loss():
+    with engine.translating_device_errors():
         host = _copy_to_host(engine, weights.values(), "state")
         try:
             write_weights(
@@ -151,7 +153,7 @@ class CheckpointManager:
         self._validation = validation  # the validation data
         self._last_progress: dict[AsyncCheckpointWriter, Progress] = {}  # the progress at each writer's last checkpoint
         self._open = True
-        self._run: StepRunner | None = None
+        self._runner: StepRunner | None = None
         self._progress: Progress | None = None
         self._objects: UsersObjects | None = None
         engine.log.wanted_saves.clear()  # requests left over from an interrupted `fit`
@@ -174,18 +176,21 @@ class CheckpointManager:
         """Load the state of callbacks that need it before they begin (`Callback.loads_first`), before `resume`."""
         self._load_callbacks(checkpoint, first=True)
 
-    def note(self, progress: Progress, run: StepRunner | None = None) -> None:
-        """Record training's progress, between two steps, and take the requested checkpoints.
+    def record(self, progress: Progress, runner: StepRunner | None = None) -> None:
+        """Record training's progress, between two steps; `runner` is that of the epoch's steps, if it has begun."""
+        if self._open:
+            self._progress = progress
+            self._runner = runner
 
-        `run` is the runner of the epoch's steps, if it has begun.
+    def save_requested(self) -> None:
+        """Take the checkpoints that callbacks have requested, at the recorded progress.
 
         Raises:
             CheckpointNotWrittenError: Too many checkpoints in a row could not be written.
         """
-        if not self._open:
+        progress = self._progress
+        if not self._open or progress is None:
             return
-        self._progress = progress
-        self._run = run
         if self._engine.log.wanted_saves:
             # Emptied first, because `on_save` may request the next one.
             wanted = self._engine.log.wanted_saves
@@ -216,10 +221,10 @@ class CheckpointManager:
         except BaseException as error:
             if not isinstance(error, Exception) and leaves_at_once():
                 raise
-            inside = self._run is not None and self._run.inside
-            if isinstance(error, Exception) and self._progress is not None and not inside:
-                if self._run is not None:  # a callback may have raised after a step that isn't recorded yet
-                    self._progress = replace(self._progress, batches=self._run.tally.batches)
+            in_progress = self._runner is not None and self._runner.step_in_progress
+            if isinstance(error, Exception) and self._progress is not None and not in_progress:
+                if self._runner is not None:  # a callback may have raised after a step that isn't recorded yet
+                    self._progress = replace(self._progress, batches=self._runner.tally.batches)
                 self._save_for(
                     writer for callback, writer in checkpoint_callbacks(self._callbacks) if callback.save_on_exception
                 )
@@ -246,10 +251,10 @@ class CheckpointManager:
                     raise
                 warn(str(error))
 
-    def resume(self, checkpoint: Checkpoint, run: StepRunner | None = None) -> int:
+    def resume(self, checkpoint: Checkpoint, runner: StepRunner | None = None) -> int:
         """Resume from a checkpoint, after the callbacks have begun: it overrides their initial states.
 
-        `run` is the runner of the epoch's steps, if the checkpoint is from the middle of an epoch.
+        `runner` is that of the epoch's steps, if the checkpoint is from the middle of an epoch.
 
         Returns:
             The number of the epoch's batches already trained on.
@@ -268,10 +273,10 @@ class CheckpointManager:
             batches = self._train.load_state_dict(state["data"])
             if self._validation is not None:
                 self._validation.load_state_dict(state["validation"])
-            if run is not None:
+            if runner is not None:
                 names = [name for name in checkpoint.training if name.startswith("metric/")]
                 sums = {name.removeprefix("metric/"): checkpoint.training[name] for name in names}
-                run.load_sums(state["metrics"], sums, batches)
+                runner.load_sums(state["metrics"], sums, batches)
         _warn_of_differences(checkpoint, self._engine)
         RNGState.of(state["draws"]).restore()  # last: everything above may draw random numbers
         return batches
@@ -289,18 +294,18 @@ class CheckpointManager:
 
     def _checkpoint(self, score: Score | None, save_frozen: bool) -> Checkpoint:
         progress = self._progress
-        run = self._run
+        runner = self._runner
         assert progress is not None
         extra: dict[str, Tensor] = {}
         state = make_state_outside_fit(self._engine) | {
             "progress": {name: encode(getattr(progress, name), name, extra) for name in PROGRESS},
-            "data": self._train.state_dict(progress.batches if run is not None else None),
+            "data": self._train.state_dict(progress.batches if runner is not None else None),
             "validation": {} if self._validation is None else self._validation.state_dict(None),
             "callbacks": self._callback_states(extra),
             "objects": self._objects.state_dict() if self._objects is not None else {},
         }
-        if run is not None:
-            state["metrics"], sums = run.sums()
+        if runner is not None:
+            state["metrics"], sums = runner.sums()
             extra |= {f"metric/{name}": tensor for name, tensor in sums.items()}
         return take_checkpoint(self._engine, state, extra, score, save_frozen)
 

@@ -39,10 +39,10 @@ class UsersObjects:
         tracked = [name for name, value in vars(model).items() if is_metric(value) or is_collection(value)]
         roots: dict[str, Any] = {
             "module": model.module,
-            "loss": config.loss and config.loss.users,
+            "loss": config.loss and config.loss.user_code,
             "model": ItemsExcept(vars(model), {*MODEL_ATTRIBUTES, *tracked}),
             **optimizers,
-            **{metric.name: metric.users for metric in config.metrics},
+            **{metric.name: metric.user_code for metric in config.metrics},
         }
         for name, optimizer in optimizers.items():
             for i, group in enumerate(optimizer.param_groups):  # the other entries are saved with the optimizer

@@ -11,7 +11,7 @@ from ..errors import CheckpointDamagedError
 from ..step import SavedState
 from ..utils.json_codec import decode
 from ..utils.random import RNGState
-from .format import Checkpoint, is_whole
+from .format import Checkpoint, fits_int64
 
 # The errors that parsing a malformed state may raise.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
@@ -61,7 +61,7 @@ def check_state(checkpoint: Checkpoint) -> None:
             _check_progress(checkpoint)
             RNGState.of(state["draws"])
             for position in map(Position.of, (state["data"], state["validation"])):
-                if not _fits([position.batches, position.number, position.offset], [is_whole]):
+                if not _fits([position.batches, position.number, position.offset], [fits_int64]):
                     raise ValueError("the position in the data")
             for entry in state["callbacks"]:
                 decode(entry["state"], checkpoint.training)
@@ -122,13 +122,13 @@ def _is_pair(value: Any) -> bool:
 
 
 _PROGRESS: _Form = {
-    "epoch": is_whole,
-    "batches": _or_none(is_whole),
+    "epoch": fits_int64,
+    "batches": _or_none(fits_int64),
     "trained": _or_none(dict),
-    "validated": _or_none({"batches": is_whole, "logs": dict}),
+    "validated": _or_none({"batches": fits_int64, "logs": dict}),
     "stopped": bool,
-    "epochs": is_whole,
-    "updates": is_whole,
+    "epochs": fits_int64,
+    "updates": fits_int64,
 }
 _FORM: dict[str, _Form] = {
     "progress": _or_none(dict),
@@ -140,20 +140,20 @@ _FORM: dict[str, _Form] = {
         {
             "keys": [_is_pair],
             "means": [str],
-            "updated": {str: is_whole},
-            "rows": is_whole,
-            "batches": [[is_whole]],
+            "updated": {str: fits_int64},
+            "rows": fits_int64,
+            "batches": [[fits_int64]],
             "metrics": [{"name": str}],
         }
     ),
     "draws": dict,
     "compile": lambda arguments: arguments is _MISSING or arguments is None or isinstance(arguments, dict),
     "model": {
-        **dict.fromkeys(("step", "updates", "batches_waiting", "passes"), is_whole),
+        **dict.fromkeys(("step", "updates", "batches_waiting", "passes"), fits_int64),
         "seed": lambda seed: (
-            is_whole(seed) or (type(seed) is int and 1 << 63 <= seed < 1 << 64)
+            fits_int64(seed) or (type(seed) is int and 1 << 63 <= seed < 1 << 64)
         ),  # as PyTorch draws seeds
-        "chosen_steps": {str: is_whole},
+        "chosen_steps": {str: fits_int64},
         "swapped": {str: bool},
     },
     "optimizers": {str: {"class": str, "groups": [{"params": [str]}], "numbers": {str: dict}}},

@@ -24,7 +24,7 @@ from ..utils.urls import Url, is_url
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-\d{10,}")
 # The folders that a killed process leaves behind, with its mark: a checkpoint being written or being replaced.
-_LEFT = re.compile(r"\.(.+)\.(tmp|old)-(\d+(?:-[0-9a-f]{8})?)")
+_LEFTOVER = re.compile(r"\.(.+)\.(tmp|old)-(\d+(?:-[0-9a-f]{8})?)")
 _FILES = {MANIFEST, "state.json", "model.safetensors", "training.safetensors"}
 _TEMPORARY = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # safetensors' temporary files in a killed process's draft
 # The files of a checkpoint behind a URL may have extra letters in their names, see `_rename_files`.
@@ -75,8 +75,9 @@ class LocalStore:
         if not self.where.is_dir():
             return []
         folders = [entry.name for entry in os.scandir(self.where) if entry.is_dir(follow_symlinks=False)]
-        committed = {name for name in folders if is_step(name) and not _is_users(self.where / name)}
-        aside = {left[1] for left in map(_LEFT.fullmatch, folders) if left and left[2] == "old" and is_step(left[1])}
+        committed = {name for name in folders if is_step(name) and not _belongs_to_user(self.where / name)}
+        leftovers = filter(None, map(_LEFTOVER.fullmatch, folders))
+        aside = {leftover[1] for leftover in leftovers if leftover[2] == "old" and is_step(leftover[1])}
         return sorted(committed | aside, key=parse_step)
 
     def commit(self, name: str, fill: Callable[[Path], object]) -> None:
@@ -161,17 +162,17 @@ class LocalStore:
         """Delete the leftovers of killed processes, and return their names. The caller must have the folder's lock."""
         dropped = []
         for entry in sorted(self.where.iterdir()):
-            left = _LEFT.fullmatch(entry.name)
-            if left is None or not is_step(left[1]) or entry.is_symlink() or not entry.is_dir():
+            leftover = _LEFTOVER.fullmatch(entry.name)
+            if leftover is None or not is_step(leftover[1]) or entry.is_symlink() or not entry.is_dir():
                 continue
-            if left[3] == _process_mark():  # it is still being written
+            if leftover[3] == _process_mark():  # it is still being written
                 continue
-            home = self.where / left[1]
-            if left[2] == "old" and (entry / MANIFEST).is_file() and not home.exists():  # killed between two renames
-                entry.rename(home)
-            elif _is_users(entry):
+            home = self.where / leftover[1]
+            if leftover[2] == "old" and (entry / MANIFEST).is_file() and not home.exists():
+                entry.rename(home)  # killed between two renames
+            elif _belongs_to_user(entry):
                 continue
-            elif left[2] == "old":
+            elif leftover[2] == "old":
                 _drop(entry, home)
             elif not _list_other_entries(entry):
                 _drop(entry)
@@ -186,9 +187,9 @@ def find_moved_aside(folder: Path) -> Path | None:
 
 
 def _list_moved_aside(folder: Path) -> list[Path]:
-    """List the folders to which processes have moved a checkpoint of that name, see `_LEFT`."""
-    pairs = [(path, _LEFT.fullmatch(path.name)) for path in folder.parent.glob(f".{escape(folder.name)}.old-*")]
-    return [path for path, left in pairs if left is not None and path.is_dir() and not path.is_symlink()]
+    """List the folders to which processes have moved a checkpoint of that name, see `_LEFTOVER`."""
+    pairs = [(path, _LEFTOVER.fullmatch(path.name)) for path in folder.parent.glob(f".{escape(folder.name)}.old-*")]
+    return [path for path, leftover in pairs if leftover is not None and path.is_dir() and not path.is_symlink()]
 
 
 def _read_file_names(manifest: bytes) -> set[str]:
@@ -222,7 +223,7 @@ def _list_other_entries(folder: Path) -> list[Path]:
     return [entry for entry in folder.iterdir() if entry not in files]
 
 
-def _is_users(folder: Path) -> bool:
+def _belongs_to_user(folder: Path) -> bool:
     """True if a folder has files, but no checkpoint's files: they were deleted, or never existed."""
     try:
         entries = [*folder.iterdir()]

@@ -40,7 +40,7 @@ class AsyncCheckpointWriter:
         Raises:
             CheckpointNotWrittenError: The previous checkpoint failed, and too many have in a row.
         """
-        if not checkpoint.is_here:
+        if not checkpoint.is_on_host:
             before = self.wait()
             written = Future[Path | Url]()
             self._write(checkpoint, written)

@@ -18,7 +18,7 @@ def report_fallback(operation: str, times: int, line: str, cure: str) -> str:
     return f"{operation} ran on the host {often}, called at {line}: XLA lacks it, and the device waits. {cure}"
 
 
-def read(lines: Iterable[str], times: int) -> str:
+def report_reads(lines: Iterable[str], times: int) -> str:
     """Report values that lines in steps, such as `net.py:8`, read."""
     return (
         f"{say_count(times, 'value')} {'was' if times == 1 else 'were'} read from the device, at "
@@ -27,11 +27,11 @@ def read(lines: Iterable[str], times: int) -> str:
     )
 
 
-def read_elsewhere(times: int, steps: int) -> str | None:
+def report_reads_elsewhere(times: int, steps: int) -> str | None:
     """Report values that were read outside the training steps, e.g. by `.item()` in a callback.
 
     Example:
-        >>> read_elsewhere(3, 1000) is None
+        >>> report_reads_elsewhere(3, 1000) is None
         True
     """
     if times < max(steps / 2, _OFTEN):
@@ -53,11 +53,11 @@ def report_compilations(role: str, causes: Sequence[str]) -> str | None:
     return f"the {role} step was compiled {len(causes)} times, the last time because {causes[-1]}: {cure}"
 
 
-def compiling(seconds: float, elapsed: float, graphs: int) -> str | None:
+def report_compile_time(seconds: float, elapsed: float, graphs: int) -> str | None:
     """Report the time of compiling, out of all the time.
 
     Example:
-        >>> compiling(20.0, 40.0, 3) is None  # a normal start
+        >>> report_compile_time(20.0, 40.0, 3) is None  # a normal start
         True
     """
     if seconds < _COMPILE_SECONDS or seconds < _SHARE * elapsed:
@@ -101,7 +101,7 @@ hundredth batch, or in on_epoch_end
     return f"callbacks read the logs of {times} of {steps} batches, and waited for the device each time: {cure}"
 
 
-def weights_changed(times: int, steps: int) -> str | None:
+def report_changed_weights(times: int, steps: int) -> str | None:
     """Report weights that a callback changed before `times` of the steps."""
     if times < _OFTEN or times < _SHARE * steps:
         return None
@@ -111,14 +111,14 @@ def weights_changed(times: int, steps: int) -> str | None:
     return f"{problem}: do it inside train_step, where it is part of the graph"
 
 
-def in_callbacks(seconds: float, elapsed: float) -> str | None:
+def report_slow_callbacks(seconds: float, elapsed: float) -> str | None:
     """Report slow callbacks, excluding their waits, out of all the time."""
     if seconds < _SECONDS or seconds < _SHARE * elapsed:
         return None
     return f"callbacks took {seconds / elapsed:.0%} of the time: do less after a batch, or do it every hundredth batch"
 
 
-def validating(seconds: float, elapsed: float) -> str | None:
+def report_validation_time(seconds: float, elapsed: float) -> str | None:
     """Report validations that take longer than the training, out of all the time."""
     if seconds < _SECONDS or seconds < elapsed / 2:
         return None

@@ -164,15 +164,15 @@ hundredth batch, or in on_epoch_end']
         sentences = [
             *(explain_slowness(role, cause, role in self.eager) for role, cause in traced.items()),
             *(advice.report_fallback(what, counts.fallbacks[what], line, cure_for(what)) for what, line in on_host),
-            advice.read(reads, counts.host_reads) if reads else None,
-            None if counts.lines or traced else advice.read_elsewhere(counts.host_reads, self.steps),
+            advice.report_reads(reads, counts.host_reads) if reads else None,
+            None if counts.lines or traced else advice.report_reads_elsewhere(counts.host_reads, self.steps),
             *(advice.report_compilations(role, causes) for role, causes in compiled.items()),
-            advice.compiling(counts.seconds.get("compile", 0.0), self.seconds, len(counts.compiled)),
+            advice.report_compile_time(counts.seconds.get("compile", 0.0), self.seconds, len(counts.compiled)),
             advice.report_waiting(sum(each.waited for each in training), sum(each.seconds for each in training)),
             advice.report_read_logs(counts.waits["batch logs"], self.steps),
-            advice.weights_changed(counts.waits["changed weights"], self.steps),
-            advice.in_callbacks(counts.seconds.get("callbacks", 0.0), self.seconds),
-            advice.validating(*self._time_validating()),
+            advice.report_changed_weights(counts.waits["changed weights"], self.steps),
+            advice.report_slow_callbacks(counts.seconds.get("callbacks", 0.0), self.seconds),
+            advice.report_validation_time(*self._time_validating()),
             advice.report_idle_cores(self.cores, self.available),
         ]
         return [sentence for sentence in sentences if sentence]

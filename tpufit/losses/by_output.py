@@ -29,7 +29,7 @@ class LossByOutput:
     Attributes:
         outputs: The names or positions of the outputs.
         modules: The losses that are modules.
-        users: The parts of the losses that may be the user's code.
+        user_code: The parts of the losses that may be the user's code.
         ignored: The label that each output's loss ignores, for losses of classes.
 
     Raises:
@@ -60,7 +60,7 @@ class LossByOutput:
             if isinstance(weight, bool) or not isinstance(weight, (int, float)):
                 raise ArgumentError(f"loss_weights must be numbers, got {weight!r}")
         self.modules = [module for loss in self._losses.values() for module in loss.modules]
-        self.users: Any = {output_name(key): loss.users for key, loss in self._losses.items()}
+        self.user_code: Any = {output_name(key): loss.user_code for key, loss in self._losses.items()}
         self.ignored = {key: label for key, loss in self._losses.items() for label in loss.ignored.values()}
 
     def parts(self, y_pred: Any, y: Any, sample_weight: Any = None) -> dict[Output, Tensor]:

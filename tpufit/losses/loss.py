@@ -67,7 +67,7 @@ class Loss:
 
     Attributes:
         modules: The loss itself, if it is a module.
-        users: The part of the loss that may be the user's code.
+        user_code: The part of the loss that may be the user's code.
         ignored: For a loss of classes, the label that it ignores, under the key None. See `LossByOutput.ignored`.
 
     Raises:
@@ -92,10 +92,10 @@ class Loss:
             )
         self._name = loss if isinstance(loss, str) else ""
         self._function: Callable[..., Any] = NAMES[loss] if isinstance(loss, str) else loss
-        self._of = f"output {output!r}: " if output else ""
+        self._prefix = f"output {output!r}: " if output else ""
         self._module = loss if isinstance(loss, nn.Module) else None
         self.modules = [] if self._module is None else [self._module]
-        self.users: Any = self._function
+        self.user_code: Any = self._function
         has_classes = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or self._name in ("cross_entropy", "nll_loss")
         self.ignored: dict[Output | None, int] = {None: getattr(loss, "ignore_index", -100)} if has_classes else {}
         classes = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -120,7 +120,7 @@ class Loss:
         y_pred = tree_map(_to_float32, y_pred)
         if self._name and not isinstance(y_pred, Tensor):
             raise ArgumentError(
-                f"{self._of}loss={self._name!r} compares one tensor with one target, but the module returns "
+                f"{self._prefix}loss={self._name!r} compares one tensor with one target, but the module returns "
                 f"{describe_nest(y_pred)}. Give each output a loss: loss={{'a': ..., 'b': ...}} or loss=[..., ...]"
             )
         y_pred, y = self._check(y_pred, y)
@@ -147,7 +147,7 @@ class Loss:
 
     def _measure_weighted(self, y_pred: Any, y: Any, sample_weight: Tensor) -> Mean:
         """Compute the loss of a batch with sample weights."""
-        each, weights = self._each(y_pred, y)
+        each, weights = self._compute_row_losses(y_pred, y)
         factors = spread_weights(sample_weight, each)
         if weights is not None:  # returned by the loss function; the sum is divided by these
             return Mean(weighted_mean(each * factors, weights).value, weighted_mean(each, weights).weight)
@@ -162,7 +162,7 @@ class Loss:
         weight = (y != self.ignored[None]).sum() if counts_labels else float(each.numel())
         return Mean(value / weight, weight)
 
-    def _each(self, y_pred: Any, y: Any) -> tuple[Tensor, Any]:
+    def _compute_row_losses(self, y_pred: Any, y: Any) -> tuple[Tensor, Any]:
         """Compute the loss of each row, without reduction, and the weights that a loss function returns, or None."""
         function: Any = self._function
         if self._name:
@@ -186,7 +186,7 @@ class Loss:
         except (RuntimeError, ValueError) as error:
             if type(error) not in (RuntimeError, ValueError):  # subclasses aren't errors about shapes
                 raise
-            raise self._misfit(y_pred, y, f"PyTorch says: {error}") from error
+            raise self._shape_error(y_pred, y, f"PyTorch says: {error}") from error
 
     def _check(self, y_pred: Any, y: Any) -> tuple[Any, Any]:
         """Check the targets, and return output and targets, for an elementwise loss in one shape and dtype.
@@ -195,7 +195,7 @@ class Loss:
         """
         if not isinstance(y, Tensor) and (self._name or type(self._module).__module__.startswith("torch.nn.")):
             raise BatchError(
-                f"{self._of}the targets must be tensors or arrays of numbers, but the data gave {describe_value(y)}"
+                f"{self._prefix}the targets must be tensors or arrays of numbers, but the data gave {describe_value(y)}"
             )
         if not isinstance(y_pred, Tensor) or not isinstance(y, Tensor):
             return y_pred, y
@@ -203,7 +203,7 @@ class Loss:
             if self._name or type(self._module) in _ELEMENTWISE:
                 y_pred, y = align(y_pred, y)
                 if y.shape != y_pred.shape:
-                    raise self._misfit(y_pred, y, "Expected targets of the output's shape")
+                    raise self._shape_error(y_pred, y, "Expected targets of the output's shape")
                 y = y.to(y_pred.dtype)
             return y_pred, y
         classes = (*y_pred.shape[:1], *y_pred.shape[2:]) if y_pred.dim() > 1 else ()
@@ -211,13 +211,15 @@ class Loss:
         fits = takes_probabilities and y.shape == y_pred.shape if y.is_floating_point() else tuple(y.shape) == classes
         if not fits:
             other = ", or probabilities of the output's shape" if takes_probabilities else ""
-            raise self._misfit(y_pred, y, f"Expected classes as the targets: whole numbers of shape {classes}{other}")
+            raise self._shape_error(
+                y_pred, y, f"Expected classes as the targets: whole numbers of shape {classes}{other}"
+            )
         return y_pred, y if y.is_floating_point() else y.long()
 
-    def _misfit(self, y_pred: Any, y: Any, reason: str) -> BatchError:
+    def _shape_error(self, y_pred: Any, y: Any, reason: str) -> BatchError:
         name = self._name or getattr(self._function, "__name__", type(self._function).__name__)
         return BatchError(
-            f"{self._of}the loss {name} fails on the module's output and the targets, which are "
+            f"{self._prefix}the loss {name} fails on the module's output and the targets, which are "
             f"{list_tensors({'output': y_pred, 'target': y})}. {reason}"
         )
 
@@ -243,7 +245,7 @@ class Loss:
         if labels is None or not self._classes:
             return
         output_shape = y_pred.shape if isinstance(y_pred, Tensor) else None
-        check_label_range(labels, self._classes, output_shape, self.ignored[None], self._of)
+        check_label_range(labels, self._classes, output_shape, self.ignored[None], self._prefix)
 
 
 def _to_float32(leaf: Any) -> Any:

@@ -21,7 +21,7 @@ class ModuleLoss:
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
-        self.users: Any = None
+        self.user_code: Any = None
         self.ignored: dict[Any, int] = {None: -100}  # the label that Hugging Face's losses ignore
 
     def __call__(self, y_pred: Any, y: Any = None, sample_weight: Any = None) -> Tensor:

@@ -49,7 +49,7 @@ class DatasetMetric:
         2.0
     """
 
-    users = None  # it has no part in a step's Python
+    user_code = None  # it has no part in a step's Python
     leaves_out = False  # its function gets every row, even with the label that the loss ignores
 
     def __init__(self, function: Callable[[Any, Any], Any], higher_is_better: bool | None = None) -> None:

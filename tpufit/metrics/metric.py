@@ -42,7 +42,7 @@ class Metric:
     Attributes:
         name: The name of the log.
         higher_is_better: True or False if the metric gets better as it rises or falls; None if unknown.
-        users: The user's function, if the metric is one.
+        user_code: The user's function, if the metric is one.
 
     Raises:
         UnknownNameError: No metric has this name.
@@ -62,7 +62,7 @@ class Metric:
         self._by_name: MetricName | None = None
         self._device_metric: DeviceMetric | None = None  # None until a name is resolved
         self._seen: list[tuple[list[int], str]] | None = None  # the shapes and dtypes by which a name was resolved
-        self.users: Any = None
+        self.user_code: Any = None
         if isinstance(metric, str):
             self._by_name = MetricName(metric, weighted, ignored)
             row = self._by_name.row
@@ -77,7 +77,7 @@ class Metric:
             self.higher_is_better = metric.higher_is_better
         elif callable(metric) and not isinstance(metric, type):
             self._device_metric = DeviceMetric(RowMean(metric), "weight")
-            self.users = metric
+            self.user_code = metric
             default_name = getattr(metric, "__name__", type(metric).__name__).strip("<>")
             takes_weights = True
             self.higher_is_better = None
@@ -181,7 +181,7 @@ class Metric:
         if not self._weighted:
             return [] if mask is None else [mask]
         weight = sample_weight if self._output is None else pick_weight(sample_weight, self._output)
-        if weight is None and self.users is not None:
+        if weight is None and self.user_code is not None:
             return []
         weight = torch.ones(len(y), dtype=torch.float32, device=y.device) if weight is None else weight.float()
         return [weight if mask is None else spread_weights(weight, mask.float()) * mask]

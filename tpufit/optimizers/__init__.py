@@ -9,7 +9,7 @@ from .build import (
     create_state,
     device_state,
     drop_gradients,
-    parameters,
+    list_parameters,
     share_counters,
     step_counts,
 )
@@ -23,8 +23,8 @@ from .inner_optimizers import find_rated, optimizers_in, rated_groups
 from .learning_rates import (
     begin_from_peak,
     group_rates,
+    list_rates,
     note_scheduled,
-    rates,
     require_optimizer,
     require_rates,
     scale_rates,

@@ -13,7 +13,7 @@ from ..errors import ArgumentError, UnknownNameError, say_count
 from ..runtime import keeps_count
 from ..utils.text import answer
 from .keras_names import NEAREST
-from .learning_rates import rates, require_rates, set_rate
+from .learning_rates import list_rates, require_rates, set_rate
 from .parameter_groups import GroupConfig
 from .shared_counters import SharedStepCounters
 
@@ -93,7 +93,7 @@ def build(
         optimizer.__class__ = _add_learning_rate(kind, SharedStepCounters.fits(optimizer))
     require_rates(optimizer)
     allowed = {id(p) for p in (*module.parameters(), *others)}
-    foreign = [p for p in parameters(optimizer) if id(p) not in allowed]
+    foreign = [p for p in list_parameters(optimizer) if id(p) not in allowed]
     if foreign:
         raise ArgumentError(
             f"the optimizer has {say_count(len(foreign), 'parameter')} other than the module's, e.g. one of shape "
@@ -203,14 +203,14 @@ def clear_state(optimizer: Optimizer) -> None:
         optimizer.share()
 
 
-def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of the optimizer's groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
     """Drop the gradients of the optimizer's parameters, without the cost of the profiler mark in `zero_grad`."""
-    for parameter in parameters(optimizer):
+    for parameter in list_parameters(optimizer):
         parameter.grad = None
 
 
@@ -224,7 +224,7 @@ class PerParameter:
     """
 
     def __init__(self, optimizer: Optimizer, make: Callable[[nn.Parameter], Tensor], number: str) -> None:
-        learning = [p for p in parameters(optimizer) if p.requires_grad]
+        learning = [p for p in list_parameters(optimizer) if p.requires_grad]
         self._optimizer = optimizer
         self._make = make
         self._tensors = {p: make(p) for p in learning}
@@ -233,7 +233,7 @@ class PerParameter:
 
     def extend(self) -> None:
         """Make the tensors of parameters that have begun to learn since the last call."""
-        for parameter in parameters(self._optimizer):
+        for parameter in list_parameters(self._optimizer):
             if parameter.requires_grad and parameter not in self._tensors:
                 self._tensors[parameter] = self._make(parameter)
 
@@ -255,7 +255,7 @@ class PerParameter:
 @functools.cache
 def _add_learning_rate(kind: Any, shares_counters: bool) -> Any:
     """Make a subclass with Keras's property `learning_rate`; with `shares_counters`, of `SharedStepCounters` too."""
-    rate = property(lambda self: rates(self)[0], set_rate, doc="The actual learning rate.")
+    rate = property(lambda self: list_rates(self)[0], set_rate, doc="The actual learning rate.")
     same = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     bases = (SharedStepCounters, kind) if shares_counters else (kind,)
     return type(kind.__name__, bases, same | {"learning_rate": rate})

@@ -25,7 +25,7 @@ def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
     return optimizer
 
 
-def rates(optimizer: Optimizer) -> list[float]:
+def list_rates(optimizer: Optimizer) -> list[float]:
     """Return the learning rates of the groups, see `rated_groups`."""
     return [float(group["lr"]) for group in rated_groups(optimizer)]
 
@@ -75,7 +75,7 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
         >>> optimizer = optim.SGD([{"params": [a]}, {"params": [b], "lr": 0.05}], lr=0.1)
         >>> set_rate(optimizer, 0.0)
         >>> set_rate(optimizer, 1.0)
-        >>> rates(optimizer)
+        >>> list_rates(optimizer)
         [1.0, 0.5]
     """
     rate = check_rate(rate)

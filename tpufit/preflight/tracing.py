@@ -51,16 +51,16 @@ class Tracer:
         """Trace all steps until their programs are proven to be replayable."""
         with self._scopes.naming():
             for one in self._plan.passes:
-                run = StepRunner(self._engine, one.role, one.transform)
+                runner = StepRunner(self._engine, one.role, one.transform)
                 if one.role == "train":
                     self._engine.train_mode()
                 else:
                     self._engine.eval_mode()
                 for group in one.groups:
-                    (batches,) = join_groups(run.send([batch.nest for batch in group], group[0].labels), len(group))
+                    (batches,) = join_groups(runner.send([batch.nest for batch in group], group[0].labels), len(group))
                     with tracing_for(self._plan.kind):
                         for last in self._until_known(one, group):
-                            run(batches, last=last)
+                            runner(batches, last=last)
                     self._groups += [group] * (len(self.recorder.programs) - len(self._groups))
 
     def _until_known(self, one: PlannedPass, group: list[Batch]) -> Iterator[bool]:
@@ -91,7 +91,7 @@ class Tracer:
         state = [names.get(id(tensor), "") for tensor in device.tensors]
         lines = list(self._scopes.lines)
         precision = self._engine.config.precision
-        remat = self._engine.keeps_inputs_alone
+        remat = self._engine.keeps_only_inputs
         attention = self._engine.attention.named(self._plan.model.module)
         return {
             str(number): {

@@ -3,7 +3,7 @@
 import re
 
 from .. import errors
-from ..backend.step_memory import Load
+from ..backend.step_memory import StepMemory
 from ..errors import TpufitError, say_count
 from ..utils.out_of_memory import remedies, shortage
 from ..utils.text import parse_bytes, size
@@ -65,12 +65,12 @@ def message_of(error: BaseException) -> str:
     return driver().message_of(error)
 
 
-def translate(error: BaseException, load: Load | None = None) -> TpufitError | None:
+def translate(error: BaseException, memory: StepMemory | None = None) -> TpufitError | None:
     """Translate an error of the runtime into an error of tpufit that includes the runtime's text. Raise it `from error`.
 
     Args:
         error: The error that torch_xla raised while a step was compiled or run.
-        load: The step's load on the device, if known.
+        memory: The memory that the step needs, if known.
 
     Returns:
         The error to raise, or None for an unknown error, which the caller should leave unchanged.
@@ -100,7 +100,7 @@ def translate(error: BaseException, load: Load | None = None) -> TpufitError | N
         )
         return errors.OutOfMemoryError(with_words(sentence, text))
     if _FULL.search(text):
-        return errors.OutOfMemoryError(with_words(_explain_full_memory(text, load), text))
+        return errors.OutOfMemoryError(with_words(_explain_full_memory(text, memory), text))
     if _MESH.search(text) and isinstance(error, AssertionError):
         sentence = (
             "the runtime's cores differ from the cores that tpufit has settled. Other code has changed them in this "
@@ -110,7 +110,7 @@ def translate(error: BaseException, load: Load | None = None) -> TpufitError | N
     return next((kind(with_words(sentence, text)) for known, kind, sentence in _OTHERS if known.search(text)), None)
 
 
-def _explain_full_memory(text: str, load: Load | None) -> str:
+def _explain_full_memory(text: str, memory: StepMemory | None) -> str:
     """Make the sentence for a full memory."""
     said = shortage(text)
     if said.needs:
@@ -121,23 +121,23 @@ def _explain_full_memory(text: str, load: Load | None) -> str:
         need = f": {_make_legible(said.more)} more were asked for"
     else:
         need = ""
-    if load is None:
+    if memory is None:
         return f"the device has no room{need}. Take a smaller batch_size"
-    each = -(-load.rows // load.cores)
-    if load.role == "train":
+    each = -(-memory.rows // memory.cores)
+    if memory.role == "train":
         have = (
-            f"weights {size(load.weights)}, optimizer {size(load.optimizer)}, gradients "
-            f"{size(load.learns)}, batch {size(load.batch)}; the rest are activations"
+            f"weights {size(memory.weights)}, optimizer {size(memory.optimizer)}, gradients "
+            f"{size(memory.learns)}, batch {size(memory.batch)}; the rest are activations"
         )
-        state = load.weights + load.optimizer + load.learns
+        state = memory.weights + memory.optimizer + memory.learns
         room = parse_bytes(said.has) if said.has else _ROOM
-        cures = remedies(state, max(room, state), each, load.cores, load.split, load.remat)
-        cures += ["compile(precision='bf16')"] if load.precision == "fp32" else []
-        cures += ["an optimizer with less state"] if load.optimizer > load.weights else []
+        cures = remedies(state, max(room, state), each, memory.cores, memory.split, memory.remat)
+        cures += ["compile(precision='bf16')"] if memory.precision == "fp32" else []
+        cures += ["an optimizer with less state"] if memory.optimizer > memory.weights else []
     else:
-        have = f"weights {size(load.weights)}, batch {size(load.batch)}; the rest are activations and outputs"
+        have = f"weights {size(memory.weights)}, batch {size(memory.batch)}; the rest are activations and outputs"
         cures = [f"a smaller batch_size, such as {max(1, each // 2)}"]
-    step = f"a {load.role} step of {say_count(each, 'row')} a core"
+    step = f"a {memory.role} step of {say_count(each, 'row')} a core"
     return f"the device has no room for {step}{need}. On each core are {have}. Try {', or '.join(cures)}"
 
 

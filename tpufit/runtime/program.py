@@ -124,8 +124,8 @@ class CapturedProgram(Program):
     def runs_eagerly(self) -> bool:
         return self._met_obstacle and not driver().is_lazy
 
-    def note_users_code(self, seldom: bool) -> None:
-        self.audits.note_users_code(seldom)
+    def note_user_code(self, every_batch: bool) -> None:
+        self.audits.note_user_code(every_batch)
 
     def forget(self) -> None:
         self._graphs.clear()

@@ -44,10 +44,10 @@ class Audits:
         for since in self._since.values():
             since.interval = _FIRST
 
-    def note_users_code(self, seldom: bool) -> None:
-        """Note that user code has run between steps; if `seldom`, each graph can be audited before its next replay."""
+    def note_user_code(self, every_batch: bool) -> None:
+        """Note that user code has run between steps; unless it runs at `every_batch`, graphs can be audited at once."""
         self._code += 1
-        if seldom:
+        if not every_batch:
             self._audited.clear()
 
     def is_due(self, key: Hashable, remaining: int | None) -> bool:

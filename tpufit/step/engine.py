@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .. import optimizers
-from ..backend import HOST, AttentionForms, Body, Cores, CoresArgument, Load, Placement, Program, turns
+from ..backend import HOST, AttentionForms, Body, Cores, CoresArgument, Placement, Program, StepMemory, turns
 from ..diagnostics.report import Pass, Report
 from ..errors import ArgumentError, BusyError, StateLostError
 from ..losses import ClassWeight
@@ -184,7 +184,7 @@ class Engine:
         return {module.get_submodule(name): policy for name, policy in blocks(self.config.remat, module).items()}
 
     @property
-    def keeps_inputs_alone(self) -> bool:
+    def keeps_only_inputs(self) -> bool:
         """True if there are rematerialized blocks, and they keep only their inputs."""
         return set(self.blocks.values()) == {"nothing"}
 
@@ -235,7 +235,7 @@ class Engine:
     def _learns(self) -> set[int]:
         """Return the `id` of each parameter that learns: it requires a gradient, and an optimizer has it."""
         used = self.state.named_optimizers().values()
-        return {id(p) for optimizer in used for p in optimizers.parameters(optimizer) if p.requires_grad}
+        return {id(p) for optimizer in used for p in optimizers.list_parameters(optimizer) if p.requires_grad}
 
     @property
     def compiled_module(self) -> nn.Module | None:
@@ -294,7 +294,7 @@ class Engine:
     def scale_rates(self, cores: int) -> list[float]:
         """Multiply the learning rates by the factor for a number of cores, once, and return the previous rates."""
         optimizer = optimizers.require_optimizer(self.model.optimizer)
-        before = optimizers.rates(optimizer)
+        before = optimizers.list_rates(optimizer)
         optimizers.scale_rates(optimizer, self.config.rate_factor(cores))
         return before
 
@@ -361,13 +361,13 @@ class Engine:
             for program in self.programs:
                 program.forget()
 
-    def note_users_code(self, seldom: bool) -> None:
+    def note_user_code(self, every_batch: bool) -> None:
         """Note that the user's code has run, which may have changed what a step's Python reads.
 
-        `seldom`: this code doesn't run at each batch.
+        `every_batch`: this code runs at each batch.
         """
         for program in self.programs:
-            program.note_users_code(seldom)
+            program.note_user_code(every_batch)
 
     def require_weights(self, method: str) -> None:
         """Check that the module's tensors will keep their values after a method has returned them to the user.
@@ -400,7 +400,7 @@ class Engine:
             self.context = before
 
     @contextmanager
-    def noticing_loss(self) -> Iterator[None]:
+    def translating_device_errors(self) -> Iterator[None]:
         """A context that turns a device error that lost the weights into a `StateLostError`.
 
         Most errors of a step surface later, when the host next waits for the device.
@@ -414,7 +414,7 @@ class Engine:
             # Only reading shows which values are lost. Reading waits, so errors that can't be the device's skip it.
             if not device.lost and may_come_from_device(error):
                 device.find_lost()
-            fault = translate(error, self._load() if isinstance(error, RuntimeError) else None)
+            fault = translate(error, self._measure_memory() if isinstance(error, RuntimeError) else None)
             if device.lost:
                 message = describe_lost_weights(self.state.numbers.step, self.log.last_saved, fault or error)
                 raise StateLostError(message) from error
@@ -422,7 +422,7 @@ class Engine:
                 raise fault from error
             raise
 
-    def _load(self) -> Load:
+    def _measure_memory(self) -> StepMemory:
         """Return the sizes of the current or the last step, in bytes per core."""
         cores = self.state.placement.count
         role = self.latest
@@ -430,7 +430,7 @@ class Engine:
         module = [*self.model.module.parameters(), *self.model.module.buffers()]
         bytes_per_core = self.state.bytes_per_core
         weights = bytes_per_core(module)
-        return Load(
+        return StepMemory(
             role="train" if role is None else role.name,
             rows=0 if group is None else group.forms[0].rows,
             cores=cores,
@@ -440,7 +440,7 @@ class Engine:
             batch=0 if group is None else group.nbytes // cores,
             precision=self.config.precision,
             split=bool(self.state.device.shardings),
-            remat=self.keeps_inputs_alone,
+            remat=self.keeps_only_inputs,
         )
 
     def _python_state(self, role: Role, deep: bool) -> dict[str, Any]:
@@ -461,10 +461,10 @@ class Engine:
             for name, value in vars(model).items()
             if name not in MODEL_ATTRIBUTES and not isinstance(value, Optimizer)
         }
-        users = self.config.loss and self.config.loss.users
-        parts = {kind.__name__: kind, type(model.module).__name__: model.module, "loss": users}
+        user_code = self.config.loss and self.config.loss.user_code
+        parts = {kind.__name__: kind, type(model.module).__name__: model.module, "loss": user_code}
         parts["transform"] = role.transform
-        parts |= {metric.name: metric.users for metric in self.config.metrics if metric.users is not None}
+        parts |= {metric.name: metric.user_code for metric in self.config.metrics if metric.user_code is not None}
         if role.learns:
             # Without optimizers whose numbers are inputs of the graph: their changes need no new graph.
             used = self.state.named_optimizers().items()

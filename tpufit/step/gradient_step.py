@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import ArgumentError
 from ..losses import Weight
-from ..optimizers import Accumulator, drop_gradients, parameters
+from ..optimizers import Accumulator, drop_gradients, list_parameters
 from ..runtime import without_unsharding
 from ..utils.is_compiling import compiling
 from ..utils.replacing_attributes import replacing_attributes
@@ -151,7 +151,7 @@ class GradientStep:
                 for accumulator in self._state.accumulators:
                     accumulator.release(added)
         elif closure is None:
-            self._split(parameters(self._optimizer))
+            self._split(list_parameters(self._optimizer))
         if plan.takes_step:
             loss = self._update(closure, take_step)
         self._spent = self.cleared
@@ -169,7 +169,7 @@ class GradientStep:
         """Add the gradients to an accumulator, and return the parameters that have a gradient."""
         accumulators = self._state.accumulators
         with without_unsharding():
-            self._split(parameters(self._optimizer))
+            self._split(list_parameters(self._optimizer))
             while len(accumulators) <= slot:
                 accumulators.append(Accumulator(self._optimizer))
             return accumulators[slot].add(None if isinstance(weight, str) else weight)
@@ -177,7 +177,7 @@ class GradientStep:
     def _update(self, closure: Callable[[], Any] | None, take_step: Callable[[Callable[[], Any] | None], Any]) -> Any:
         # Clip after `step_by` has released the accumulated gradients: the limits are for the mean over all their rows.
         if closure is None:
-            self._config.gradients.clip(parameters(self._optimizer))
+            self._config.gradients.clip(list_parameters(self._optimizer))
         self.updating = True
         try:
             loss = take_step(closure)
@@ -190,6 +190,6 @@ class GradientStep:
 
     def _take_step(self, closure: Callable[[], Any] | None) -> Any:
         rates = self._state.rates
-        # `compiling(False)` keeps the eager form of PyTorch's optimizers, with which steps were measured.
+        # `compiling(False)` keeps the eager form of PyTorch's optimizers, for which the benchmarks were run.
         with nullcontext() if rates is None else rates.stepping(), compiling(False):
             return (self._original_step or self._optimizer.step)(*([] if closure is None else [closure]))

@@ -16,7 +16,7 @@ from ..optimizers import (
     SharedStepCounters,
     create_state,
     device_state,
-    parameters,
+    list_parameters,
     share_counters,
 )
 from ..runtime import unguarding
@@ -45,12 +45,13 @@ class OptimizerState:
         # With `accumulate_steps`: one for each part of a loss with a different denominator, usually a single one.
         self.accumulators: list[Accumulator] = []
         self.ema: EMA | None = None  # with `use_ema`
-        self._counts_there: set[str] = set()  # the names of scalar state that was on the device
+        self._counts_on_device: set[str] = set()  # the names of scalar state that was on the device
 
     def create(self, shares: bool) -> None:
         """Create all tensors before the first step, so that the first two steps share one graph.
 
-        On a device, parameters share step counters.
+        Args:
+            shares: True lets parameters share step counters, as on a device.
         """
         create_state(self.optimizer)
         if shares:
@@ -88,15 +89,18 @@ class OptimizerState:
         named = [(name, value) for state in self.optimizer.state.values() for name, value in state.items()]
         with unguarding():
             counts = [(name, value) for name, value in named if isinstance(value, Tensor) and not value.dim()]
-            self._counts_there |= {name for name, value in counts if value.device.type != "cpu"}
-            tensors = [*device_state(self.optimizer), *(value for name, value in counts if name in self._counts_there)]
+            self._counts_on_device |= {name for name, value in counts if value.device.type != "cpu"}
+            tensors = [
+                *device_state(self.optimizer),
+                *(value for name, value in counts if name in self._counts_on_device),
+            ]
         return list({id(value): value for value in tensors}.values())
 
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor that a step changes, including the weights."""
         return [
-            *parameters(self.optimizer),
+            *list_parameters(self.optimizer),
             *self.device_state(),
             *(tensor for part in self.kept for tensor in part.tensors),
         ]
@@ -137,7 +141,7 @@ class OptimizerState:
                 names[id(parameter)]: {key: value for key, value in state.items() if is_json(value)}
                 for parameter, state in self.optimizer.state.items()
             },
-            "counts_on_device": sorted(self._counts_there),
+            "counts_on_device": sorted(self._counts_on_device),
         }
 
     def check_options(self, name: str, names: Mapping[int, str], given: Mapping[str, Any]) -> None:
@@ -167,7 +171,7 @@ class OptimizerState:
             for key, value in options.items():
                 if key != "params":
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-        for parameter in parameters(self.optimizer):
+        for parameter in list_parameters(self.optimizer):
             numbers = given["numbers"].get(names[id(parameter)])
             if numbers:
                 self.optimizer.state[parameter].update(numbers)
@@ -183,7 +187,7 @@ class OptimizerState:
 
         `device_state` lists the state that was on the device, according to the saved options.
         """
-        self._counts_there |= {*options.get("counts_on_device", ())}
+        self._counts_on_device |= {*options.get("counts_on_device", ())}
         while self._accumulates and any(
             n.startswith(f"{_accumulator_kind(len(self.accumulators))}/{prefix}/") for n in given
         ):

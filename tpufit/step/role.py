@@ -36,7 +36,7 @@ class Role:
         self.name = name
         self.method = _METHODS[name]  # the method of `Model` that is the Python of its steps
         self.learns = name == "train"  # whether its steps change the weights
-        self.logs = name != "predict"  # whether its steps return logs instead of outputs
+        self.makes_logs = name != "predict"  # whether its steps return logs instead of outputs
         self._attention = attention or AttentionForms()
         self._python_state = python_state  # names and values in the Python of a role's steps; True searches deeply
         self._kept = kept  # tensors on the device in that Python, by name
@@ -44,14 +44,14 @@ class Role:
         self.program: Program | None = None  # None before the first pass, and after `Engine.drop_programs`
         self.sums: PassMetrics | None = None  # of the last pass
         self.transform: Callable[[Any], Any] | None = None  # applied to each batch on the device
-        self.borrower: object = None  # the `StepRunner` of the current pass
+        self.runner: object = None  # the `StepRunner` of the current pass
         self.group: DeviceGroup | None = None  # of the steps that were started last or are being started
 
-    def lend(self, borrower: object, transform: Callable[[Any], Any] | None, strict: Strict, warm: bool) -> None:
+    def begin_pass(self, runner: object, transform: Callable[[Any], Any] | None, strict: Strict, warm: bool) -> None:
         """Begin a pass over data. In a `warm` pass no step should need a new graph."""
-        self.borrower = borrower
+        self.runner = runner
         self.transform = transform
-        policy = strict if self.logs else LENIENT
+        policy = strict if self.makes_logs else LENIENT
         now = policy if warm else LENIENT
         self.keys.begin_pass(transform, now)
         assert self.program is not None
@@ -74,7 +74,7 @@ class Role:
             or not sums.tracks(tracked.values())
         ):
             compiled = [metric for metric in config.metrics if not (self.learns and isinstance(metric, DatasetMetric))]
-            compiled = compiled if self.logs else []
+            compiled = compiled if self.makes_logs else []
             users = [TrackedMetric(*pair) for pair in tracked.items()]
             sums = self.sums = PassMetrics([*compiled, *users], state.placement, watches=self.learns)
             program = self.program = program_at(

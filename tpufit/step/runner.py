@@ -56,10 +56,11 @@ class StepRunner:
 
     Args:
         warm: True after the first pass over the data, when no step should need a new graph (default False).
-        alone: True if each batch is a separate pass, see `trainer/on_batch.py` (default False).
+        one_batch: True if each batch is a separate pass, see `trainer/on_batch.py` (default False).
 
     Attributes:
-        inside: True while steps are being started. It stays True after an error, because a step may be half done.
+        step_in_progress: True while steps are being started. It stays True after an error, because a step may be half
+            done.
         before_step: Called before each training step with the number of the optimizer's steps so far; may set rates.
     """
 
@@ -69,36 +70,36 @@ class StepRunner:
         role: str,
         transform: Callable[[Any], Any] | None = None,
         warm: bool = False,
-        alone: bool = False,
+        one_batch: bool = False,
     ) -> None:
         self._engine = engine
         self._role = engine.roles[role]
         self._transform = transform
         self.tally = Tally()
-        self.alone = alone
-        self.inside = False
+        self.one_batch = one_batch
+        self.step_in_progress = False
         self.before_step: Callable[[int], None] | None = None
         state = engine.state
         self._group_numbers = state.group_numbers if self._role.learns else GroupNumbers()
         loss = engine.config.loss
         self._in_flight = state.placement.in_flight()
-        label_range = loss.label_range if loss is not None and self._role.logs else None
+        label_range = loss.label_range if loss is not None and self._role.makes_logs else None
         self._sender = BatchSender(state.placement, self._role.keys, label_range)
         # Attach before the program is built, because optimizer state is an input of the first step's graph.
         if self._role.learns:
             state.drop_gradients()
             for optimizer in state.named_optimizers().values():
                 state.attach(optimizer)
-        tracked = metrics_in(vars(engine.model)) if self._role.logs else {}
+        tracked = metrics_in(vars(engine.model)) if self._role.makes_logs else {}
         self._program, self._metrics = self._role.prepare(engine.config, state, tracked)
         self._warm = warm
-        self._borrow()
-        self.restart()
+        self._begin_pass()
+        self.reset_logs()
         if self._role.learns:
             engine.log.training = self.tally
 
-    def _borrow(self) -> None:
-        self._role.lend(self, self._transform, self._engine.options.strict, self._warm)
+    def _begin_pass(self) -> None:
+        self._role.begin_pass(self, self._transform, self._engine.options.strict, self._warm)
 
     @property
     def eager(self) -> bool:
@@ -119,6 +120,7 @@ class StepRunner:
         """Run a step for each batch of a group, as one graph.
 
         Args:
+            group: The batches of the steps, on the device, as `send` returned them.
             pause: Returns a context in which nothing else is sent to the device.
             last: True if these are the last batches of the pass.
             remaining: The number of groups that remain in the pass after this one, if known.
@@ -129,12 +131,12 @@ class StepRunner:
         Raises:
             LabelError: A label of a batch is outside the module's classes.
         """
-        if self._role.borrower is not self:  # a callback has run another pass of this role during this pass
-            self._borrow()
+        if self._role.runner is not self:  # a callback has run another pass of this role during this pass
+            self._begin_pass()
         plan = self._plan(group, last)
         outputs = self._execute(group, plan, pause, remaining)
         self._commit(group, outputs)
-        return None if self._role.logs else outputs
+        return None if self._role.makes_logs else outputs
 
     def _plan(self, group: DeviceGroup, last: bool) -> _Plan:
         """Find the graph of the next steps and its inputs. Nothing that training changes is changed yet.
@@ -173,7 +175,7 @@ class StepRunner:
         program = self._program
         state = self._engine.state
         key, inputs, seeds, updates, body = plan
-        self.inside = True
+        self.step_in_progress = True
         role.group = group
         self._engine.latest = role
         state.count_updates(updates)
@@ -193,7 +195,7 @@ class StepRunner:
             self._note_trace()
         if role.learns and self._engine.observed.formats is None:
             self._engine.note_formats(program.products)
-        self.inside = False
+        self.step_in_progress = False
         return outputs
 
     def _capture(self, group: DeviceGroup, plan: _Plan, pause: Callable[[], AbstractContextManager[object]]) -> Any:
@@ -224,7 +226,7 @@ class StepRunner:
     def _commit(self, group: DeviceGroup, outputs: Any) -> None:
         """Count a whole group of started steps, and limit the pending steps."""
         self._count(group)
-        if self._role.logs:
+        if self._role.makes_logs:
             self._metrics.count(group.rows, outputs)
             self._limit_pending(group.nbytes + sum(t.nbytes for _, batch in outputs for t in batch))
 
@@ -256,7 +258,7 @@ class StepRunner:
             "then. Keep changing values in a buffer of the module, or change them between epochs"
         )
 
-    def numbers(self) -> list[set[tuple[str, Any]]]:
+    def list_group_numbers(self) -> list[set[tuple[str, Any]]]:
         """Return the numbers in the optimizers' groups by name, such as rates and momenta: a set for each group."""
         return optimizers.numbers_of(optimizer for optimizer, _ in self._engine.state.attached)
 
@@ -301,7 +303,7 @@ class StepRunner:
         self._engine.latest = self._role
         return self._engine.model.get_metrics_result()
 
-    def restart(self) -> None:
+    def reset_logs(self) -> None:
         """Reset the logs."""
         self._metrics.reset()
         self._metrics.on_finite = partial(self._note_finite, self._engine.state.numbers.step)
@@ -430,12 +432,12 @@ class StepRunner:
                     rates.use(vectors if len(group.forms) == 1 else vectors[i])
                 use(i)
                 averages = Averages(count_targets(batch, form.rows))
-                plan = updates[i] if updates else UpdatePlan()
-                context = StepContext(self._metrics, form.rows, averages, labels, plan, compiles=not first)
+                update = updates[i] if updates else UpdatePlan()
+                context = StepContext(self._metrics, form.rows, averages, labels, update, compiles=not first)
                 steps = engine.state.taking_steps(context) if self._role.learns else nullcontext()
                 with engine.tracing(context), steps, self._watching(averages):
                     outputs.append(self._step(batch, context))
-        return outputs if not self._role.logs else self._metrics.kept
+        return outputs if not self._role.makes_logs else self._metrics.kept
 
     def _step(self, batch: Any, context: StepContext) -> Any:
         """Run the Python of one step."""
@@ -445,7 +447,7 @@ class StepRunner:
             weights = [] if engine.observed.learns else engine.state.trainable
             versions = [weight._version for weight in weights]
             with metrics.tracking(vars(engine.model)):
-                logs = self._logs(engine.model.train_step(batch))
+                logs = self._require_logs(engine.model.train_step(batch))
             if engine.context.stepped or versions != [weight._version for weight in weights]:
                 engine.observed.learns = True
             elif weights and all(weight.grad is None for weight in weights):  # else a later step may use the gradients
@@ -457,17 +459,17 @@ class StepRunner:
             metrics.add_means(logs, context.rows, context.averages)
             return None
         with torch.no_grad():
-            if not self._role.logs:
+            if not self._role.makes_logs:
                 outputs = engine.model.predict_step(batch)
                 if outputs is None:
                     raise ArgumentError(f"{type(engine.model).__name__}.predict_step must return outputs, got None")
                 return outputs
             with metrics.tracking(vars(engine.model)):
-                logs = self._logs(engine.model.test_step(batch))
+                logs = self._require_logs(engine.model.test_step(batch))
             metrics.add_means(logs, context.rows, context.averages)
             return None
 
-    def _logs(self, returned: Any) -> Mapping[str, Any]:
+    def _require_logs(self, returned: Any) -> Mapping[str, Any]:
         """Check that a step returned logs by name, and return them."""
         if isinstance(returned, Mapping):
             return returned
@@ -477,7 +479,7 @@ class StepRunner:
 
     def _watching(self, averages: Averages) -> AbstractContextManager[object]:
         """A context for the Python of a step, which notes the denominators of losses in the user's code."""
-        usual = not self._role.logs or uses_default(self._engine.model, self._role.method, "compute_loss")
+        usual = not self._role.makes_logs or uses_default(self._engine.model, self._role.method, "compute_loss")
         known = usual and not isinstance(self._engine.config.loss, ModuleLoss)
         return nullcontext() if known else LossWatch(averages)
 

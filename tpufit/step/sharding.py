@@ -24,7 +24,7 @@ _SMALL = 1 << 15
 class ShardConfig:
     """The parameters that are split over the cores (default: none)."""
 
-    largest: bool = False  # split each large parameter along its best dimension
+    all_large: bool = False  # split each large parameter along its best dimension
     # The dimension to split of each parameter that a pattern fits, by the parameter's first name; None: stays whole.
     dims: Mapping[str, int | None] | None = None
 
@@ -40,7 +40,7 @@ class ShardConfig:
             {'0.weight': 0, '1.weight': 0}
         """
         if shard is None or (isinstance(shard, str) and shard == "fsdp"):
-            return cls(largest=shard is not None)
+            return cls(all_large=shard is not None)
         if not isinstance(shard, Mapping):
             raise ArgumentError(
                 "shard must be None, 'fsdp' or a dict of dimensions by patterns of parameters' names, such as "
@@ -69,7 +69,7 @@ class ShardConfig:
     @property
     def active(self) -> bool:
         """True if any parameter may be split."""
-        return self.largest or bool(self.dims)
+        return self.all_large or bool(self.dims)
 
     def shardings(self, module: nn.Module, placement: Placement) -> dict[int, Sharding]:
         """Return the shardings of split parameters, by `id`. On one core and on the host none are split."""
@@ -79,7 +79,7 @@ class ShardConfig:
         return {id(parameter): Sharding(axis) for parameter, axis in named if axis is not None}
 
     def _axis(self, name: str, parameter: Tensor, cores: int) -> int | None:
-        if not self.largest:
+        if not self.all_large:
             return (self.dims or {}).get(name)
         if parameter.nbytes < _SMALL:
             return None
@@ -87,7 +87,8 @@ class ShardConfig:
 
 
 def choose_dimension(shape: Iterable[int], cores: int) -> int | None:
-    """Choose the dimension to split: the largest that the cores divide evenly, else the largest.
+    """Choose the dimension to split: the largest whose size is divisible by the number of cores, else the
+    largest.
 
     It is None if every dimension is smaller than the number of cores.
 

@@ -1,4 +1,4 @@
-"""`TrainState`: everything that training changes, in one place to move, reset, save, load and put it back.
+"""`TrainState`: everything that training changes, listed once, so that it can be moved, reset, saved and restored.
 
 New state belongs in `tensors` if it lives on the device, else in `TrainNumbers`. While graphs are replayed, a
 `DeviceState` holds the tensors' values, and the user's own tensors are empty until `write_back`.
@@ -25,8 +25,8 @@ from ..optimizers import (
     HostCounters,
     UpdatePlan,
     clear_state,
+    list_parameters,
     optimizers_in,
-    parameters,
     plan_updates,
     step_counts,
 )
@@ -118,7 +118,7 @@ class TrainState:
             every |= {f"{name}/{key}": tensor for key, tensor in _tensors(part)}
         every |= {f"kept/{name}": parameter for name, parameter in kept_parameters(self._owner).items()}
         for name, optimizer in self.named_optimizers().items():
-            every |= {f"params/{name}/{i}": parameter for i, parameter in enumerate(parameters(optimizer))}
+            every |= {f"params/{name}/{i}": parameter for i, parameter in enumerate(list_parameters(optimizer))}
         names: dict[int, str] = {}
         for name, tensor in every.items():
             names.setdefault(id(tensor), name)
@@ -127,11 +127,11 @@ class TrainState:
     def trains_other_parameters(self) -> bool:
         """True if an optimizer has parameters that aren't the module's."""
         inside = {id(p) for p in self._owner.module.parameters()}
-        return any(id(p) not in inside for optimizer in self._every_optimizer() for p in parameters(optimizer))
+        return any(id(p) not in inside for optimizer in self._every_optimizer() for p in list_parameters(optimizer))
 
     def find_untrained(self) -> list[str]:
         """Return the names of the module's parameters that require a gradient, but are newer than every optimizer."""
-        known = {id(p) for p in self._compiled} | {id(p) for o in self._every_optimizer() for p in parameters(o)}
+        known = {id(p) for p in self._compiled} | {id(p) for o in self._every_optimizer() for p in list_parameters(o)}
         named = self._owner.module.named_parameters()
         return [name for name, p in named if p.requires_grad and id(p) not in known]
 
@@ -152,10 +152,10 @@ class TrainState:
 
     def _outer(self, optimizer: Optimizer) -> Optimizer | None:
         """Return the outermost optimizer that contains this optimizer and has all of its parameters."""
-        inner = set(map(id, parameters(optimizer)))
+        inner = set(map(id, list_parameters(optimizer)))
         for outer in self.named_optimizers().values():
             inside = dict(optimizers_in(vars(outer))).values()
-            if optimizer in inside and outer not in inside and inner.issubset(map(id, parameters(outer))):
+            if optimizer in inside and outer not in inside and inner.issubset(map(id, list_parameters(outer))):
                 return outer
         return None
 
@@ -453,17 +453,17 @@ class TrainState:
 
     def _find_unused(self) -> dict[str, Tensor]:
         """Return the parameters that no optimizer has, by name."""
-        used = {id(p) for optimizer in self._every_optimizer() for p in parameters(optimizer)}
+        used = {id(p) for optimizer in self._every_optimizer() for p in list_parameters(optimizer)}
         return {name: t for name, t in self.list_every_tensor().items() if t.requires_grad and id(t) not in used}
 
-    def swap_ema(self, to: bool | None = None) -> None:
+    def swap_ema(self, averages: bool | None = None) -> None:
         """Swap the weights and their moving averages. Nothing is copied.
 
         Args:
-            to: True puts the averages into the module, False the weights (default None: swap them).
+            averages: True puts the averages into the module, False the weights (default None: swap them).
         """
         for state in self.optimizers.values():
-            if state.ema is not None and state.ema.swapped != to:
+            if state.ema is not None and state.ema.swapped != averages:
                 self.write_back()
                 state.ema.swap()
 

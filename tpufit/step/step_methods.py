@@ -19,7 +19,7 @@ from ..backend import Sharding, turns
 from ..data import unpack
 from ..data.batches import as_tensors
 from ..errors import ArgumentError, BatchError, DataError, NotCompiledError
-from ..optimizers import drop_gradients, parameters
+from ..optimizers import drop_gradients, list_parameters
 from ..runtime import fetch, recomputing, replace_encoder, to_device, tracing
 from ..utils.user_code import warn
 from . import precision
@@ -314,7 +314,7 @@ class StepMethods(Holder):
             raise NotCompiledError("apply_gradients needs an optimizer: call model.compile(optimizer='adamw', ...)")
         engine = self._engine
         engine.context.stepped = True
-        if not any(parameter.requires_grad for parameter in parameters(optimizer)):
+        if not any(parameter.requires_grad for parameter in list_parameters(optimizer)):
             warn("the optimizer has nothing to train: the module has no parameters, or none that requires a gradient")
             return
         state = engine.state.attach(optimizer)

@@ -103,14 +103,14 @@ class _Trial:
         data = replace(self._train, batch_size=rows * cores.count).stream(placement, cores, seed)
         batch = data.read_first()  # large enough for one core, or all rows
         try:
-            with engine.trial(), engine.noticing_loss():
-                run = StepRunner(engine, "train", data.device_transform)
+            with engine.trial(), engine.translating_device_errors():
+                runner = StepRunner(engine, "train", data.device_transform)
                 engine.note_modes()
                 engine.train_mode()
-                size = run.group_size
-                for group in join_groups(run.send([batch] * size), size):
-                    run(group)
-                fetch(run.pop_sums()[0], "batch_size")
+                size = runner.group_size
+                for group in join_groups(runner.send([batch] * size), size):
+                    runner(group)
+                fetch(runner.pop_sums()[0], "batch_size")
         except (OutOfMemoryError, StateLostError) as error:
             cause = error.__cause__ if isinstance(error, StateLostError) else error
             full = cause if isinstance(cause, OutOfMemoryError) else cause and translate(cause)

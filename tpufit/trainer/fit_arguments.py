@@ -53,14 +53,14 @@ def _check_batch_size(name: str, value: Any, *names: str) -> Any:
     return require_whole(name, value, otherwise=" or ".join(map(repr, names)))
 
 
-def is_whole(value: object) -> bool:
+def is_positive_whole(value: object) -> bool:
     """True for a whole number of at least 1."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 1)
 
 
 def is_count_or_share(value: float) -> bool:
     """True for a whole number of at least 1, or a share above 0 and up to 1."""
-    return is_whole(value) or (not isinstance(value, (int, np.integer)) and 0 < value <= 1)
+    return is_positive_whole(value) or (not isinstance(value, (int, np.integer)) and 0 < value <= 1)
 
 
 def _check_limit(record: Any, name: str) -> None:
@@ -149,7 +149,7 @@ class ValidationData:
             _set(self, "steps", require_whole("validation_steps", self.steps))
         freq: Any = self.freq
         if isinstance(freq, Container) and not isinstance(freq, (str, bytes, Mapping)):
-            if isinstance(freq, Iterable) and not all(is_whole(epoch) for epoch in freq):
+            if isinstance(freq, Iterable) and not all(is_positive_whole(epoch) for epoch in freq):
                 wanted = "a whole number of at least 1, or a collection of such numbers"
                 raise ArgumentError(f"validation_freq must be {wanted}, got {short_repr(freq)}")
         else:

@@ -41,24 +41,24 @@ class Interruption:
 
     def __init__(self) -> None:
         # Called when a signal comes, to end a wait for data.
-        self.wakes: Callable[[], object] = _do_nothing
+        self.on_signal: Callable[[], object] = _do_nothing
         self._signal = 0
-        self._settled = 0  # the signal that all hosts know of
-        self._alone = process_count() == 1
+        self._agreed = 0  # the signal that all hosts know of
+        self._single_host = process_count() == 1
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
     @property
     def wanted(self) -> bool:
         """True if a signal has come; on a pod, once all hosts know of it."""
-        return bool(self._signal if self._alone else self._settled)
+        return bool(self._signal if self._single_host else self._agreed)
 
-    def settle(self, *flags: bool) -> list[bool]:
+    def agree(self, *flags: bool) -> list[bool]:
         """Agree with all hosts: a flag is set if any host has set it, and a signal to any host counts on all."""
-        if self._alone:
+        if self._single_host:
             return list(flags)
         *agreed, signal_of_any = all_reduce_max([*flags, self._signal])
-        self._settled = int(signal_of_any)
+        self._agreed = int(signal_of_any)
         return [bool(flag) for flag in agreed]
 
     def leave(self) -> NoReturn:
@@ -68,7 +68,7 @@ class Interruption:
             KeyboardInterrupt: After SIGINT; see `shorten_interrupt`.
             SystemExit: After SIGTERM, with the exit status 143 that shells show for it.
         """
-        if (self._settled or self._signal) == signal.SIGINT:
+        if (self._agreed or self._signal) == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + signal.SIGTERM)
 
@@ -97,7 +97,7 @@ class Interruption:
             return
         self._signal = number
         self._restore_handler(number)  # before anything else, so that a second signal always gets through
-        self.wakes()
+        self.on_signal()
         with suppress(OSError):  # stderr may be closed
             os.write(2, _NOTES[signal.Signals(number)])  # not print, which the signal may have interrupted
 

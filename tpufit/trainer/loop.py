@@ -68,7 +68,7 @@ def fit(
     """Train for some epochs, numbered from 0; a resumed training skips the epochs that are done."""
     model = engine.model
     model.stop_training = model.out_of_time = False
-    engine.state.swap_ema(to=False)  # a callback may have left the averages in the module
+    engine.state.swap_ema(averages=False)  # a callback may have left the averages in the module
     engine.note_modes()
     engine.leave_mode()  # `closing` restores this mode at the end
     with restore_open_runs(callbacks), closing(callbacks, engine), Interruption() as interruption:
@@ -88,7 +88,7 @@ def fit(
             training.manager.finish()
         engine.state.finish_ema()  # after the last checkpoint, which needs the trained weights
         callbacks.call("on_train_end", logs)
-        interruption.settle()
+        interruption.agree()
         if interruption.wanted:
             interruption.leave()
 
@@ -131,9 +131,9 @@ class _Training:
             self._resumed = checkpoint
         return progress
 
-    def _load(self, checkpoint: Checkpoint, run: StepRunner | None = None) -> int:
+    def _load(self, checkpoint: Checkpoint, runner: StepRunner | None = None) -> int:
         """Load a checkpoint, and return the number of the epoch's batches that it has trained on."""
-        batches = self.manager.resume(checkpoint, run)
+        batches = self.manager.resume(checkpoint, runner)
         self._steps_before = self._engine.state.optimizer_steps - read_progress(checkpoint).updates
         return batches
 
@@ -141,20 +141,20 @@ class _Training:
         """Train for one epoch, validate if due, and return the epoch's logs."""
         self._done = epoch
         self._callbacks.call("on_epoch_begin", epoch)
-        run = StepRunner(self._engine, "train", self._train.device_transform, warm=self._train.passed)
-        logs = self._resume_epoch(run)
+        runner = StepRunner(self._engine, "train", self._train.device_transform, warm=self._train.passed)
+        logs = self._resume_epoch(runner)
         if logs is None:
-            logs = self._train_on(epoch, run)
+            logs = self._train_on(epoch, runner)
         if self._validations is not None:
             self._enforce_min_epochs()
             # Noted before the validation: if a signal ends it, the checkpoint says that only the validation remains.
-            self._note(epoch, run.tally.batches, trained=dict(logs))  # a copy, because `logs` grows below
-            logs |= self._validations.close(epoch, run.tally.batches)
+            self._record(epoch, runner.tally.batches, trained=dict(logs))  # a copy, because `logs` grows below
+            logs |= self._validations.close(epoch, runner.tally.batches)
             self._leave_if_interrupted()
         self._callbacks.call("on_epoch_end", epoch, logs)
         self._done = epoch + 1
         self._enforce_min_epochs()
-        self._note(epoch + 1)
+        self._record(epoch + 1)
         self._leave_if_interrupted()
         return logs
 
@@ -162,7 +162,7 @@ class _Training:
         """True if training ends after this batch or epoch. All hosts decide together."""
         model = self._engine.model
         late = self._deadline is not None and perf_counter() > self._deadline
-        model.stop_training, model.out_of_time = self._interruption.settle(model.stop_training, late)
+        model.stop_training, model.out_of_time = self._interruption.agree(model.stop_training, late)
         return model.stop_training or model.out_of_time or self._steps_left == 0 or self._interruption.wanted
 
     @property
@@ -175,22 +175,22 @@ class _Training:
         """The number of the optimizer's steps until `max_steps`; None without it."""
         return None if self._limits.max_steps is None else max(0, self._limits.max_steps - self._steps_taken)
 
-    def _resume_epoch(self, run: StepRunner) -> dict[str, Any] | None:
+    def _resume_epoch(self, runner: StepRunner) -> dict[str, Any] | None:
         """Load the checkpoint if it is from this epoch. Return the epoch's logs if only its validation remains."""
         resumed = self._resumed
         self._resumed = None
         if resumed is None:
             return None
         progress = read_progress(resumed)
-        run.tally.batches = self._load(resumed, run if progress.trained is None else None)
+        runner.tally.batches = self._load(resumed, runner if progress.trained is None else None)
         if self._validations is not None and progress.validated is not None:
             self._validations.last = progress.validated
         if progress.trained is None:
             return None
-        run.tally.batches = progress.batches or 0
+        runner.tally.batches = progress.batches or 0
         return dict(progress.trained)
 
-    def _train_on(self, epoch: int, run: StepRunner) -> dict[str, Any]:
+    def _train_on(self, epoch: int, runner: StepRunner) -> dict[str, Any]:
         """Run the remaining steps of an epoch, and return its logs."""
         engine = self._engine
         model = self._engine.model
@@ -198,18 +198,18 @@ class _Training:
 
         def validate_and_save(pause: Pause = nullcontext) -> None:
             # Validate before the save, so that a resumed run doesn't repeat the validation.
-            if validations is not None and validations.is_due_inside(run.tally.batches):
+            if validations is not None and validations.is_due_inside(runner.tally.batches):
                 with pause():  # while its first steps are captured, nothing else may be sent to the device
-                    validations.run(run.tally.batches)
-                run.note_hooks()  # the validation's hooks may have changed the optimizer
+                    validations.run(runner.tally.batches)
+                runner.note_hooks()  # the validation's hooks may have changed the optimizer
             self._enforce_min_epochs()
-            self._note(epoch, run.tally.batches, run)
+            self._record(epoch, runner.tally.batches, runner)
 
         def stop(pause: Pause) -> bool:
             validate_and_save(pause)
             return self.ends_here()
 
-        def note_waited(seconds: float) -> None:
+        def note_wait(seconds: float) -> None:
             model.input_bound = seconds / (perf_counter() - began)
 
         share_random_state(self._train)
@@ -222,21 +222,21 @@ class _Training:
         else:
             loop = PassLoop(
                 "train",
-                run,
+                runner,
                 self._train,
                 self._callbacks,
                 stop,
                 self._interruption,
-                note_waited,
-                most=None if self._steps_left is None else engine.state.count_batches_until(self._steps_left),
+                note_wait,
+                max_batches=None if self._steps_left is None else engine.state.count_batches_until(self._steps_left),
             )
             waited = loop(epoch, look_ahead=engine.config.gradients.accumulate_steps > 1)
         self._leave_if_interrupted()
-        if model.out_of_time or (self._steps_left == 0 and run.tally.batches != self._train.steps):
+        if model.out_of_time or (self._steps_left == 0 and runner.tally.batches != self._train.steps):
             self.manager.save_now()  # here, because a resumed run trains the rest of the epoch
-        logs = run.results()
+        logs = runner.results()
         elapsed = perf_counter() - began - (validations.take_seconds() if validations is not None else 0.0)
-        tally = run.tally
+        tally = runner.tally
         first_part = None
         if tally.first is not None:
             first, then = tally.first
@@ -250,12 +250,15 @@ class _Training:
             warn(advice)
         return logs
 
-    def _note(self, epoch: int, batches: int | None = None, run: StepRunner | None = None, trained: Any = None) -> None:
-        """Tell the manager the progress; it saves if a callback has requested it."""
+    def _record(
+        self, epoch: int, batches: int | None = None, runner: StepRunner | None = None, trained: Any = None
+    ) -> None:
+        """Record the progress, and take the checkpoints that callbacks have requested."""
         validated = None if self._validations is None or batches is None else self._validations.last
         stopped = self._engine.model.stop_training
         progress = Progress(epoch, batches, trained, validated, stopped, self._epochs, self._steps_taken)
-        self.manager.note(progress, run)
+        self.manager.record(progress, runner)
+        self.manager.save_requested()
 
     def _enforce_min_epochs(self) -> None:
         """Withdraw a callback's `stop_training` before `min_epochs` epochs are done."""
@@ -263,7 +266,7 @@ class _Training:
             self._engine.model.stop_training = False
 
     def _leave_if_interrupted(self) -> None:
-        self._interruption.settle()
+        self._interruption.agree()
         if self._interruption.wanted:
             self.manager.save_now()
             barrier()  # no host leaves before process 0 has saved

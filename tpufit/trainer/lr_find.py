@@ -152,12 +152,12 @@ def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
     rates = sweep.rates
     with engine.trial():
         engine.state.numbers.seed = seed
-        run = StepRunner(engine, "train", data.device_transform, warm=data.passed)
+        runner = StepRunner(engine, "train", data.device_transform, warm=data.passed)
         engine.note_modes()
         engine.train_mode()
         batches = ([batch] for batch in islice(_whole_batches(data), len(rates)))
-        with Prefetcher(batches, run.send, _WINDOW) as feed:
-            curve = LRCurve.of(rates, _losses(engine, run, feed, rates), sweep.smoothing, sweep.stop_factor)
+        with Prefetcher(batches, runner.send, _WINDOW) as feed:
+            curve = LRCurve.of(rates, _losses(engine, runner, feed, rates), sweep.smoothing, sweep.stop_factor)
     if curve.suggestion is None:
         warn(
             f"the loss never fell between the learning rates {sweep.start_lr:g} and {sweep.end_lr:g} "
@@ -168,7 +168,7 @@ def find(engine: Engine, data: Stream, sweep: Sweep, seed: int) -> LRCurve:
 
 
 def _losses(
-    engine: Engine, run: StepRunner, feed: Prefetcher[list[DeviceGroup]], rates: Sequence[float]
+    engine: Engine, runner: StepRunner, feed: Prefetcher[list[DeviceGroup]], rates: Sequence[float]
 ) -> Iterator[float]:
     """Yield the loss of a step at each rate. **This waits** for the device, once for every `_WINDOW` steps."""
     optimizer = engine.model.optimizer
@@ -177,8 +177,8 @@ def _losses(
         started = []
         for rate, (group,) in zip(rates[first : first + _WINDOW], feed, strict=False):
             set_rate(optimizer, rate)
-            run(group, feed.pausing)
-            started.append(run.pop_sums())
+            runner(group, feed.pausing)
+            started.append(runner.pop_sums())
         sums = fetch([tensors for tensors, _ in started], "lr_find")
         for (_, means), tensors in zip(started, sums, strict=True):
             logs = means(tensors)

@@ -16,6 +16,6 @@ def make_callback_list(engine: Engine, callbacks: Any, params: dict[str, Any], *
     model: Any = engine.model
     all_callbacks = CallbackList([*CallbackList(callbacks), *added], False, add_progbar, model, **params)
     all_callbacks.expose = engine.expose
-    all_callbacks.note_users_code = engine.note_users_code
-    engine.note_users_code(seldom=True)  # the user's program, which called `fit`
+    all_callbacks.note_user_code = engine.note_user_code
+    engine.note_user_code(every_batch=False)  # the user's program, which called `fit`
     return all_callbacks

@@ -33,8 +33,8 @@ def run_on_batch(
     batch = as_tensors(parts[:used])
     if class_weight is not None and not (isinstance(class_weight, dict) and not class_weight):
         batch = ClassWeight(class_weight).weigh(batch, HOST)
-    run = _prepare_runner(engine, role, engine.start(cores, f"{method}(cores={cores!r})"))
-    engine.note_users_code(seldom=False)
+    runner = _prepare_runner(engine, role, engine.start(cores, f"{method}(cores={cores!r})"))
+    engine.note_user_code(every_batch=True)
     with keeping_modes(*engine.state.modules):
         if role == "train":
             engine.note_modes()
@@ -42,14 +42,14 @@ def run_on_batch(
         else:
             engine.eval_mode()
         try:
-            with engine.noticing_loss(), collective():
+            with engine.translating_device_errors(), collective():
                 placement = engine.state.placement
                 if placement.hosts > 1:
                     batch = Share(placement.local_shards or (), placement.count).select(batch)
-                groups = run.send([batch])
+                groups = runner.send([batch])
                 if placement.hosts > 1:
                     groups = next(keep_in_lockstep(iter([groups]), method, per_host=False))
-                return run, gather_rows(run(groups[0]), placement)
+                return runner, gather_rows(runner(groups[0]), placement)
         finally:
             engine.expose()
 
@@ -57,23 +57,23 @@ def run_on_batch(
 def reset(engine: Engine) -> None:
     """Reset the logs of all three methods."""
     for role in engine.roles.values():
-        if isinstance(role.borrower, StepRunner) and role.borrower.alone:
-            role.borrower = None
+        if isinstance(role.runner, StepRunner) and role.runner.one_batch:
+            role.runner = None
 
 
 def _prepare_runner(engine: Engine, role: str, cores: Cores) -> StepRunner:
     """Return the runner of single batches with its logs reset; a new runner after another pass or `reset`."""
     placement = engine.place_on(cores)
-    run = engine.roles[role].borrower
-    if not isinstance(run, StepRunner) or not run.alone or placement != engine.state.placement:
+    runner = engine.roles[role].runner
+    if not isinstance(runner, StepRunner) or not runner.one_batch or placement != engine.state.placement:
         host_consistency.share_seed()
         engine.state.numbers.seed = torch.initial_seed()
         if role == "train":
             engine.scale_rates(cores.count)
         host_consistency.move_model(engine, placement)
-        run = StepRunner(engine, role, alone=True)
+        runner = StepRunner(engine, role, one_batch=True)
         if role != "train":
-            run.tally.seed = engine.seed_of_pass()
+            runner.tally.seed = engine.seed_of_pass()
     else:
-        run.restart()
-    return run
+        runner.reset_logs()
+    return runner

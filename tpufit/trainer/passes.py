@@ -48,47 +48,47 @@ class PassLoop:
     """One pass over data."""
 
     name: str  # "train", "test" or "predict", as in the names of hooks
-    run: StepRunner
+    runner: StepRunner
     data: Stream
     callbacks: CallbackList
     stop: Callable[[Pause], bool]  # called with a `Pause` after each group; True ends the pass
     interruption: Interruption | None = None  # ends a wait for data; None outside `fit`
     # Called before each batch's end hook with the wait for data so far, in seconds.
-    waited: Callable[[float], None] | None = None
+    on_wait: Callable[[float], None] | None = None
     # Called with the outputs of each group's batches and their rows.
     collect: Callable[[list[Any], list[int]], None] | None = None
-    most: int | None = None  # the largest number of batches
+    max_batches: int | None = None
 
     def __call__(self, epoch: int = 0, look_ahead: bool = False) -> float:
         """Run the pass from its position, and return the seconds spent waiting for data.
 
         With `look_ahead` the steps of the last group know that they are the last: one group is kept back.
         """
-        run = self.run
+        runner = self.runner
         callbacks = self.callbacks
         data = self.data
         begin = f"on_{self.name}_batch_begin"
         end = f"on_{self.name}_batch_end"
         calls_begin = callbacks.has(begin)
         calls_end = callbacks.has(end)
-        step = time_function("steps", run.__call__) if callbacks.measures else run.__call__
+        step = time_function("steps", runner.__call__) if callbacks.measures else runner.__call__
         if self.name == "train" and callbacks.has("on_train_step_begin"):
-            run.before_step = self._step_hook()
+            runner.before_step = self._step_hook()
         # An eager step draws from PyTorch's generator, and so may the data. Inline, the order of their draws is fixed.
-        inline = data.pace.inline or run.eager
+        inline = data.pace.inline or runner.eager
         began = thread_time()
 
         def run_part(part: DeviceGroup, last: bool) -> Iterable[Any]:
             remaining = None
             if data.steps is not None:
-                remaining = ceil((data.steps - run.tally.batches - len(part.forms)) / run.group_size)
+                remaining = ceil((data.steps - runner.tally.batches - len(part.forms)) / runner.group_size)
             return step(part, feed.pausing, last, remaining) or ()
 
-        batches = _group(islice(data.epoch(epoch), self.most), lambda: run.batches_per_hook)
+        batches = _group(islice(data.epoch(epoch), self.max_batches), lambda: runner.batches_per_hook)
         feed: BatchReader[list[DeviceGroup]] = (
-            InlineReader(batches, run.send, data.pace)
+            InlineReader(batches, runner.send, data.pace)
             if inline
-            else Prefetcher(batches, run.send, max(2, 4 // run.batches_per_hook))
+            else Prefetcher(batches, runner.send, max(2, 4 // runner.batches_per_hook))
         )
         with feed, _ending_by_signal(feed, self.interruption):
             groups: Iterator[list[DeviceGroup]] = feed
@@ -97,19 +97,19 @@ class PassLoop:
             for group, last in _mark_last(groups, look_ahead):
                 if calls_begin:
                     with self._noticing_numbers(begin):
-                        callbacks.call(begin, run.tally.batches)
-                    run.note_hooks()
-                before = run.tally.batches
-                parts = join_groups(group, run.group_size)
+                        callbacks.call(begin, runner.tally.batches)
+                    runner.note_hooks()
+                before = runner.tally.batches
+                parts = join_groups(group, runner.group_size)
                 outputs = [output for part in parts for output in run_part(part, last and part is parts[-1])]
                 if calls_end:
-                    if self.waited is not None:  # before the hook, which may read `input_bound`
-                        self.waited(feed.times.waited)
+                    if self.on_wait is not None:  # before the hook, which may read `input_bound`
+                        self.on_wait(feed.times.waited)
                     with self._noticing_numbers(end):
-                        self._call_end(end, run.tally.batches - before, outputs)
-                    run.note_hooks()
-                if run.tally.first is None:
-                    run.tally.first = replace(run.tally), perf_counter()
+                        self._call_end(end, runner.tally.batches - before, outputs)
+                    runner.note_hooks()
+                if runner.tally.first is None:
+                    runner.tally.first = replace(runner.tally), perf_counter()
                 if self.collect:  # before `stop`, which may leave the pass
                     self.collect(outputs, [form.rows for part in parts for form in part.forms])
                 if self.stop(feed.pausing):
@@ -117,7 +117,7 @@ class PassLoop:
                 if turns.waited_for:
                     with feed.pausing():  # another thread may capture a graph
                         turns.give_way()
-                    run.note_hooks()
+                    runner.note_hooks()
         times = feed.times
         data.pace.note(times, thread_time() - began - times.paused - (times.computed if inline else 0.0))
         add_seconds("data", times.busy if inline else times.waited)
@@ -127,7 +127,7 @@ class PassLoop:
 
     def _step_hook(self) -> Callable[[int], None]:
         """Return a function that calls `on_train_step_begin` and counts the steps: several may run as one graph."""
-        started = self.run.tally.batches
+        started = self.runner.tally.batches
 
         def begin_step(iterations: int) -> None:
             nonlocal started
@@ -139,10 +139,12 @@ class PassLoop:
     @contextmanager
     def _noticing_numbers(self, hook: str) -> Iterator[None]:
         """A context for a batch hook, which warns if it changes the optimizer's numbers for several steps at once."""
-        joined = self.run.batches_per_hook if self.name == "train" else 1
-        before = self.run.numbers() if joined > 1 else []
+        joined = self.runner.batches_per_hook if self.name == "train" else 1
+        before = self.runner.list_group_numbers() if joined > 1 else []
         yield
-        changed = {name for old, new in zip(before, self.run.numbers(), strict=False) for name, _ in old ^ new}
+        changed = {
+            name for old, new in zip(before, self.runner.list_group_numbers(), strict=False) for name, _ in old ^ new
+        }
         if changed:
             warn(
                 f"a callback's {hook} has changed {join_few(sorted(changed))} of the optimizer. With "
@@ -151,9 +153,9 @@ class PassLoop:
             )
 
     def _call_end(self, hook: str, steps: int, outputs: Any) -> None:
-        done = self.run.tally.batches
+        done = self.runner.tally.batches
         if self.collect is None:
-            self.callbacks.call(hook, done - 1, self.run.logs())
+            self.callbacks.call(hook, done - 1, self.runner.logs())
             return
         for index, output in enumerate(outputs, done - steps):
             self.callbacks.call(hook, index, {"outputs": output})
@@ -168,25 +170,25 @@ def evaluate(
     with closing(callbacks, engine):
         callbacks.call("on_test_begin")
         share_random_state(data)
-        run = StepRunner(engine, "eval", data.device_transform, warm=data.passed)
-        run.tally.seed = engine.seed_of_pass()
+        runner = StepRunner(engine, "eval", data.device_transform, warm=data.passed)
+        runner.tally.seed = engine.seed_of_pass()
         engine.eval_mode()
         began = perf_counter()
 
         def stop(pause: Pause) -> bool:
             if interruption is None:
                 return bool(all_reduce_max(model.stop_evaluating))
-            (stop,) = interruption.settle(model.stop_evaluating)
-            return stop or interruption.wanted
+            (stopping,) = interruption.agree(model.stop_evaluating)
+            return stopping or interruption.wanted
 
-        waited = PassLoop("test", run, data, callbacks, stop, interruption)()
+        waited = PassLoop("test", runner, data, callbacks, stop, interruption)()
         interrupted = interruption is not None and interruption.wanted
         if interrupted:  # there may be no batch, and so no logs
             logs: dict[str, Any] = {}
             engine.state.numbers.passes -= 1  # a resumed `fit` repeats the pass
         else:
-            logs = run.results()
-        engine.log.passes.append(Pass("eval", run.tally.steps, run.tally.rows, perf_counter() - began, waited))
+            logs = runner.results()
+        engine.log.passes.append(Pass("eval", runner.tally.steps, runner.tally.rows, perf_counter() - began, waited))
         callbacks.call("on_test_end", logs)
     return logs
 
@@ -205,8 +207,8 @@ def predict(
     with closing(callbacks, engine):
         callbacks.call("on_predict_begin")
         share_random_state(data)
-        run = StepRunner(engine, "predict", data.device_transform, warm=data.passed)
-        run.tally.seed = engine.seed_of_pass()
+        runner = StepRunner(engine, "predict", data.device_transform, warm=data.passed)
+        runner.tally.seed = engine.seed_of_pass()
         engine.eval_mode()
         began = perf_counter()
 
@@ -228,20 +230,20 @@ def predict(
         def stop(pause: Pause) -> bool:
             return bool(all_reduce_max(model.stop_predicting))
 
-        waited = PassLoop("predict", run, data, callbacks, stop, collect=collect)()
+        waited = PassLoop("predict", runner, data, callbacks, stop, collect=collect)()
         while pending:
             fetch_oldest()
-        engine.log.passes.append(Pass("predict", run.tally.steps, run.tally.rows, perf_counter() - began, waited))
+        engine.log.passes.append(Pass("predict", runner.tally.steps, runner.tally.rows, perf_counter() - began, waited))
         callbacks.call("on_predict_end")
 
 
 @contextmanager
 def closing(callbacks: CallbackList, engine: Engine) -> Iterator[None]:
-    """A context at whose end, even after an error, callbacks end, weights are exposed and layers' modes restored."""
+    """A context that at its end, even after an error, ends callbacks, exposes weights, and restores layers' modes."""
     with keeping_modes(*engine.state.modules), collective(), raise_worker_deaths_in_reads():
         try:
             # The innermost context, so that callbacks get the same error as the user.
-            with engine.noticing_loss():
+            with engine.translating_device_errors():
                 yield
         except BaseException as error:
             callbacks.close_after_error(error)
@@ -253,26 +255,26 @@ def closing(callbacks: CallbackList, engine: Engine) -> Iterator[None]:
 @contextmanager
 def _ending_by_signal(feed: BatchReader[list[DeviceGroup]], interruption: Interruption | None) -> Iterator[None]:
     """A context in which a signal ends a wait for data, which may be long. Batches already read are not run."""
-    if interruption is None or process_count() > 1:  # the hosts of a pod must end together, after `settle`
+    if interruption is None or process_count() > 1:  # the hosts of a pod must end together, after `agree`
         yield
         return
-    before = interruption.wakes
-    interruption.wakes = feed.end
-    if interruption.wanted:  # the signal came before `wakes` was set
+    before = interruption.on_signal
+    interruption.on_signal = feed.end
+    if interruption.wanted:  # the signal came before `on_signal` was set
         feed.end()
     try:
         with suppress(PrefetchEndedError):
             yield
     finally:
-        interruption.wakes = before
+        interruption.on_signal = before
 
 
-def _group(batches: Iterable[Any], size: Callable[[], int]) -> Iterator[list[Any]]:
-    """Yield groups of `size()` batches; the last group has the remaining batches."""
+def _group(batches: Iterable[Any], get_size: Callable[[], int]) -> Iterator[list[Any]]:
+    """Yield groups of `get_size()` batches; the last group has the remaining batches."""
     group: list[Any] = []
     for batch in batches:
         group.append(batch)
-        if len(group) >= size():
+        if len(group) >= get_size():
             yield group
             group = []
     if group:

@@ -82,15 +82,15 @@ def run_fit(
         batches=None if data.per_host else (data.steps, data.sizes(), train.batch_size, train.shuffle),
         validation=None if held_out is None else (held_out.stream.steps, held_out.stream.sizes(), held_out.every),
         callbacks=[type(callback) for callback in given],
-        rate=optimizers.rates(optimizers.require_optimizer(engine.model.optimizer)),
+        rate=optimizers.list_rates(optimizers.require_optimizer(engine.model.optimizer)),
     )
     host_consistency.move_model(engine, placement, compared=True)
     before = engine.scale_rates(1 if data.is_global else settled.count)
-    says = bool(verbosity) and is_first()
-    if says:
-        begun = "" if resumed is None else f"\nresuming from step {resumed.step}"
+    prints = bool(verbosity) and is_first()
+    if prints:
+        resumed_line = "" if resumed is None else f"\nresuming from step {resumed.step}"
         auto_size = "" if chosen is None else f"batch_size='auto': {chosen.why}\n"
-        print(f"{auto_size}{_headline(engine, settled, data, before)}{begun}", flush=True)
+        print(f"{auto_size}{_headline(engine, settled, data, before)}{resumed_line}", flush=True)
     history = History()
     hook_params = schedule.params(data.steps, engine.config.gradients.accumulate_steps)
     epochs = range(schedule.initial_epoch, hook_params["epochs"] or 0)
@@ -99,7 +99,7 @@ def run_fit(
     all_callbacks = make_callback_list(engine, callbacks, params, history)
     if schedule.sanity_steps and epochs:
         first = validation.first_batches(schedule.sanity_steps)
-        rehearse(engine, first.build(placement, settled, train.batch_size, data.steps), says)
+        rehearse(engine, first.build(placement, settled, train.batch_size, data.steps), prints)
     # Only now, because an error above must not change the history and the report of the previous `fit`.
     engine.begin_fit(history, options, seed)
     engine.log.data = {**data.facts, **({} if chosen is None else {"batch size": chosen.why})}
@@ -139,7 +139,7 @@ def _headline(engine: Engine, cores: Cores, data: Stream, before: list[float]) -
     if data.is_global:
         batch = f"1 batch a step, split over {say_count(cores.count, 'core')}"
     assert engine.model.optimizer is not None
-    after = optimizers.rates(engine.model.optimizer)
+    after = optimizers.list_rates(engine.model.optimizer)
     rate = f"lr {after[0]:g}"
     if before != after:
         rate = f"lr {before[0]:g} x {after[0] / before[0]:.4g} = {after[0]:g} ({engine.config.scale_lr})"

@@ -69,8 +69,8 @@ def check_first(engine: Engine, held_out: Stream, train: Stream) -> None:
         raise type(fault)(f"validation_data: {fault}") from fault
 
 
-def rehearse(engine: Engine, validation: Validation | None, says: bool) -> None:
-    """Validate over a few batches before training, without callbacks, and undo it. `says` prints the logs.
+def rehearse(engine: Engine, validation: Validation | None, prints: bool) -> None:
+    """Validate over a few batches before training, without callbacks, and undo it; with `prints`, print the logs.
 
     **This waits** for the device, and copies the whole state to the host and back.
     """
@@ -83,7 +83,7 @@ def rehearse(engine: Engine, validation: Validation | None, says: bool) -> None:
             logs = evaluate(engine, data, CallbackList())
     finally:
         data.load_state_dict(position)
-    if says:
+    if prints:
         batches = say_count(engine.log.passes[-1].steps, "batch")
         values = ", ".join(f"val_{name} {value:.4g}" for name, value in logs.items() if isinstance(value, float))
         print(f"sanity check over {batches}: {values}", flush=True)
