@@ -26,7 +26,7 @@ class TrainedModel(Protocol):
         optimizer: The optimizer.
         learning_rate: The actual learning rate, readable and settable; the first group's, if there are several.
         input_bound: The share of time in which the device waited for data, from 0 to 1, in the current epoch or,
-            between epochs, in the last.
+            between two epochs, in the previous one.
         first_bad_step: The first training step known to have returned a scalar that is not finite.
         steps_taken: The number of training steps since the model was made.
         rows_seen: The number of rows trained on, evaluated or predicted since the model was made.

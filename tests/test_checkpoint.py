@@ -588,7 +588,7 @@ def test_a_file_or_link_with_the_name_of_a_checkpoint_stays(run, tmp_path):
     (run.path / "step-0000000010").write_text("mine")
     (run.path / "step-0000000020").symlink_to(tmp_path)
     for step in (10, 20):
-        with pytest.raises(CheckpointNotWrittenError, match="can't be replaced by a checkpoint"):
+        with pytest.raises(CheckpointNotWrittenError, match="so a checkpoint can't replace it"):
             run.write(made(step))
     assert (run.path / "step-0000000010").read_text() == "mine" and (run.path / "step-0000000020").is_symlink()
 

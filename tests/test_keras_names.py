@@ -66,7 +66,7 @@ def test_large_errors_and_single_numbers():
     assert run("mape", torch.ones(2), torch.tensor([2.0, 2.0])) == 50.0
 
 
-def test_weights():
+def test_weighted_metrics_equal_kerass_formulas():
     weight = torch.arange(23.0)
     expected = 100 * (((T - P) / T).abs().mean(1) * weight).sum() / weight.sum()
     assert run("mape", P, T, weight=weight) == pytest.approx(expected.item(), rel=1e-5)

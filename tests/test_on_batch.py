@@ -98,7 +98,7 @@ def test_predictions_of_a_batch(cores):
     np.testing.assert_allclose(outputs, model.predict(X[:21], verbose=0), atol=1e-6)
 
 
-def test_an_uneven_last_batch(cores):
+def test_rows_that_the_cores_cant_divide_evenly_are_evaluated(cores):
     model, plain = make(), make()
     plain.compile("adamw", "cross_entropy", metrics=["accuracy"], run_eagerly=True)
     assert model.test_on_batch(X[:13], Y[:13], cores=cores) == pytest.approx(

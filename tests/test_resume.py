@@ -31,7 +31,8 @@ from tpufit.utils.random import RNGState
 
 pytestmark = [
     pytest.mark.cores(1, 8, timeout=600),
-    pytest.mark.filterwarnings("ignore:a callback's on_train_batch_end has changed lr"),  # `Warm`, with joined steps
+    # `RaisesRate`, with joined steps.
+    pytest.mark.filterwarnings("ignore:a callback's on_train_batch_end has changed lr"),
 ]
 
 ROWS, BATCH, EPOCHS = 120, 32, 3  # four batches in each epoch, the last is short
@@ -78,8 +79,8 @@ class NoisyStream(IterableDataset):
             yield X[i] + 0.1 * torch.randn(8), Y[i]
 
 
-class Warm(Callback):
-    """A callback with state: its rate grows with each batch."""
+class RaisesRate(Callback):
+    """A callback with state: it raises the rate with each batch."""
 
     seen = 0
 
@@ -133,7 +134,7 @@ def trained(cores, data, options, folder=None, stop=None, resume=False, epochs=E
     tpufit.set_random_seed(seed)
     model = tpufit.Model(net())
     model.compile(loss="cross_entropy", scale_lr=None, **options)
-    callbacks = [Warm(), *extra]
+    callbacks = [RaisesRate(), *extra]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, save_freq=4))
     if stop is not None:
@@ -190,7 +191,7 @@ def assert_equal(one, other):
     ],
 )
 @pytest.mark.filterwarnings("ignore:x ran out of data")
-def test_interrupted_and_resumed(cores, tmp_path, data, options, stop):
+def test_a_resumed_training_equals_an_uninterrupted_one(cores, tmp_path, data, options, stop):
     expected = uninterrupted(cores, data, options)
     with pytest.raises(SystemExit) as left:
         trained(cores, data, COMPILE[options], tmp_path, stop=stop)
@@ -247,11 +248,11 @@ def test_ctrl_c_finishes_the_step_and_the_model_continues(cores, tmp_path):
     fit = {**arrays(cores), "epochs": EPOCHS, "validation_data": (X[:30], Y[:30]), "cores": cores, "verbose": 0}
     checkpoint = ModelCheckpoint(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        model.fit(**fit, callbacks=[Warm(), checkpoint, Count(), StopAt(6, signal.SIGINT)])
+        model.fit(**fit, callbacks=[RaisesRate(), checkpoint, Count(), StopAt(6, signal.SIGINT)])
     assert len(steps) == 6  # the current step is the last: the delay is one step
     assert checkpoint.checkpoints.run.steps() == [4, 6]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    model.fit(**fit, callbacks=[Warm(), checkpoint], resume=True)
+    model.fit(**fit, callbacks=[RaisesRate(), checkpoint], resume=True)
     for name, value in model.state_dict().items():
         np.testing.assert_array_equal(value.numpy(), expected[0][name], err_msg=name)
 
@@ -265,7 +266,7 @@ def test_a_signal_ends_the_wait_for_data_too(cores, tmp_path, monkeypatch, accum
     over = threading.Event()
     main = threading.get_ident()
 
-    def tell():
+    def send_sigterm():
         while sys._current_frames()[main].f_code is not passes.Prefetcher._get.__code__:
             time.sleep(0.001)
         if accumulate == 1:
@@ -274,7 +275,7 @@ def test_a_signal_ends_the_wait_for_data_too(cores, tmp_path, monkeypatch, accum
         # As the system does while a profiler has stopped the main thread, which then stays asleep.
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
-    class Stuck(Noisy):
+    class HangingData(Noisy):
         """The data hang after some rows, and the process gets SIGTERM then."""
 
         def __init__(self, rows):
@@ -283,36 +284,36 @@ def test_a_signal_ends_the_wait_for_data_too(cores, tmp_path, monkeypatch, accum
         def __getitem__(self, i):
             self.left -= 1
             if self.left < 0:
-                threading.Thread(target=tell).start()
+                threading.Thread(target=send_sigterm).start()
                 over.wait()
                 raise TimeoutError  # in a thread that nobody reads any more: it must not draw anything
             return super().__getitem__(i)
 
     expected = trained(cores, "samples", options)
-    monkeypatch.setitem(DATA, "stuck", lambda cores: {"x": Stuck(BATCH * 5), "batch_size": BATCH // cores})
+    monkeypatch.setitem(DATA, "hanging", lambda cores: {"x": HangingData(BATCH * 5), "batch_size": BATCH // cores})
     with pytest.raises(SystemExit):
-        trained(cores, "stuck", options, tmp_path)
+        trained(cores, "hanging", options, tmp_path)
     assert_equal(trained(cores, "samples", options, tmp_path, resume=True), expected)
     over.set()
 
 
 @pytest.mark.soak_on(8)
 def test_a_signal_right_before_the_first_wait_ends_it(cores, monkeypatch):
-    class Stuck(Noisy):
+    class HangingData(Noisy):
         def __getitem__(self, i):
             over.wait()
             raise TimeoutError
 
-    class TellingFirst(passes.Prefetcher):
+    class SignallingFirst(passes.Prefetcher):
         def __init__(self, *arguments):
             os.kill(os.getpid(), signal.SIGTERM)
             super().__init__(*arguments)
 
     over = threading.Event()
-    monkeypatch.setattr(passes, "Prefetcher", TellingFirst)
-    monkeypatch.setitem(DATA, "stuck", lambda cores: {"x": Stuck(), "batch_size": BATCH // cores})
+    monkeypatch.setattr(passes, "Prefetcher", SignallingFirst)
+    monkeypatch.setitem(DATA, "hanging", lambda cores: {"x": HangingData(), "batch_size": BATCH // cores})
     with pytest.raises(SystemExit):
-        trained(cores, "stuck", COMPILE["adamw"])
+        trained(cores, "hanging", COMPILE["adamw"])
     over.set()
 
 
@@ -449,7 +450,7 @@ def test_mismatches_are_errors_before_the_first_compilation(cores, tmp_path):
     def resumed(module=None, optimizer="adamw", resume=True, **options):
         model = tpufit.Model(module or net())
         model.compile(optimizer, "cross_entropy", scale_lr=None)
-        return model.fit(**fit | options, epochs=3, callbacks=[ModelCheckpoint(tmp_path), Warm()], resume=resume)
+        return model.fit(**fit | options, epochs=3, callbacks=[ModelCheckpoint(tmp_path), RaisesRate()], resume=resume)
 
     wider = nn.Sequential(nn.Linear(8, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Dropout(0.3), nn.Linear(20, 3))
     with pytest.raises(CheckpointMismatchError, match=r"0\.weight: \(16, 8\) in the weights, \(20, 8\) in the module"):
@@ -633,7 +634,7 @@ def test_a_model_with_objects_is_compiled_by_its_user(cores, tmp_path):
         np.testing.assert_array_equal(value.numpy(), model.state_dict()[name].numpy(), err_msg=name)
 
 
-class CountsThere(torch.optim.Optimizer):
+class CountsOnDevice(torch.optim.Optimizer):
     """Counts its steps in a tensor that its first step creates on the device."""
 
     def __init__(self, parameters):
@@ -648,22 +649,22 @@ class CountsThere(torch.optim.Optimizer):
                 parameter.addcdiv_(parameter.grad, 1 + 0.1 * state["step"], value=-group["lr"])
 
 
-@pytest.mark.parametrize("way", ["resume", "to_cpu"])
+@pytest.mark.parametrize("method", ["resume", "to_cpu"])
 @pytest.mark.soak_on(8)
-def test_a_count_on_the_device_is_restored_there(cores, tmp_path, way):
+def test_a_count_on_the_device_is_restored_there(cores, tmp_path, method):
     fit = {"x": X, "y": Y, "batch_size": 16 // cores, "cores": cores, "verbose": 0}
 
     def made():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(X.shape[1], 8), nn.Tanh(), nn.Linear(8, 3))
         model = tpufit.Model(net)
-        model.compile(CountsThere(net.parameters()), "cross_entropy", scale_lr=None)
+        model.compile(CountsOnDevice(net.parameters()), "cross_entropy", scale_lr=None)
         return model
 
     expected, model = made(), made()
     expected.fit(**fit, epochs=4)
     model.fit(**fit, epochs=2, callbacks=[ModelCheckpoint(tmp_path)])
-    if way == "to_cpu":
+    if method == "to_cpu":
         model.to_cpu()
         model.fit(**fit, epochs=4, initial_epoch=2)
     else:
@@ -671,5 +672,5 @@ def test_a_count_on_the_device_is_restored_there(cores, tmp_path, way):
         model.fit(**fit, epochs=4, callbacks=[ModelCheckpoint(tmp_path)], resume=True)
     states = [one.optimizer.state[one.module[0].weight]["step"] for one in (expected, model)]
     assert states[0].device == states[1].device and float(states[0]) == float(states[1])
-    if way == "resume":  # the other data set has another order of rows
+    if method == "resume":  # the other data set has another order of rows
         assert all(map(torch.equal, expected.state_dict().values(), model.state_dict().values()))

@@ -44,7 +44,7 @@ def fit(model, cores, **arguments):
     return model.fit(X, Y, **(given | arguments))
 
 
-def item(net, h):
+def reads_item(net, h):
     return h * (h.mean().item() > 0)
 
 
@@ -52,11 +52,11 @@ def condition(net, h):
     return h if h.mean() > 100 else h + 1
 
 
-def shown(net, h):
+def prints_a_tensor(net, h):
     return h if repr(h) else h + 1
 
 
-def falls(net, h):
+def falls_back_to_the_host(net, h):
     return h * torch.unique(h.detach()).numel()
 
 
@@ -74,25 +74,28 @@ def assert_equal(one, other):
 
 @pytest.mark.soak_on(8)
 @pytest.mark.parametrize(
-    ("planted", "says"),
+    ("planted", "message"),
     [
-        (item, "the train step reads a value from the device at {}.*torch.where"),
+        (reads_item, "the train step reads a value from the device at {}.*torch.where"),
         (condition, "the train step reads a value from the device at {}"),
-        (shown, "the train step reads a value from the device at {}"),
-        (falls, "has no aten::_unique2 for the device, which the train step calls at {}.*one-hot product"),
+        (prints_a_tensor, "the train step reads a value from the device at {}"),
+        (
+            falls_back_to_the_host,
+            "has no aten::_unique2 for the device, which the train step calls at {}.*one-hot product",
+        ),
     ],
     ids=["item", "if", "repr", "fallback"],
 )
-def test_reads_and_fallbacks_are_refused_at_their_line(cores, planted, says):
+def test_reads_and_fallbacks_are_refused_at_their_line(cores, planted, message):
     model, line = compiled(planted), planted.__code__.co_firstlineno + 1
     before = weights(model)
-    with pytest.raises(StrictError, match=says.format(rf"test_strict\.py:{line}\b")) as error:
+    with pytest.raises(StrictError, match=message.format(rf"test_strict\.py:{line}\b")) as error:
         fit(model, cores)
     assert (__file__, line) in {(f.filename, f.lineno) for f in traceback.extract_tb(error.value.__traceback__)}
     assert_equal(before, weights(model))
     with pytest.warns(UserWarning, match="the train step (is traced anew|runs operation by operation)"):
         fit(model, cores, strict=False, epochs=1)  # the same model continues
-    with pytest.raises(StrictError, match=says.format(rf"test_strict\.py:{line}\b")):
+    with pytest.raises(StrictError, match=message.format(rf"test_strict\.py:{line}\b")):
         fit(model, cores)  # also if the step is known to be traced
 
 
@@ -147,9 +150,11 @@ class Ragged:
 
 
 def test_a_new_shape_in_the_second_epoch_is_refused(cores):
-    says = r"in the fit at test_strict\.py:\d+: after its first pass.*x had the shape \(\d+, 12\), and now \(\d+, 12\)"
+    message = (
+        r"in the fit at test_strict\.py:\d+: after its first pass.*x had the shape \(\d+, 12\), and now \(\d+, 12\)"
+    )
     model = compiled()
-    with pytest.raises(StrictError, match=says) as error:
+    with pytest.raises(StrictError, match=message) as error:
         model.fit(Ragged(), epochs=3, verbose=0, cores=1 if cores == 1 else cores, strict=True)
     assert "PadToBuckets" in str(error.value)
     model.fit(Ragged(), epochs=3, verbose=0)
@@ -172,11 +177,11 @@ def test_another_graph_for_an_option_that_a_callback_changes(cores):
         def on_epoch_begin(self, epoch, logs=None):
             self.model.optimizer.param_groups[0]["betas"] = (0.9 if epoch < 2 else 0.5, 0.999)
 
-    says = r"because betas in the optimizer's param_groups changed \(from \(0\.9, 0\.999\) to \(0\.5, 0\.999\)\)"
-    with pytest.raises(StrictError, match=says):
+    message = r"because betas in the optimizer's param_groups changed \(from \(0\.9, 0\.999\) to \(0\.5, 0\.999\)\)"
+    with pytest.raises(StrictError, match=message):
         fit(compiled(), cores, callbacks=Momentum())
 
 
-def test_it_needs_graphs(cores):
+def test_strict_refuses_run_eagerly(cores):
     with pytest.raises(ArgumentError, match="run_eagerly=True. makes none"):
         fit(compiled(run_eagerly=True), cores)

@@ -58,8 +58,8 @@ from .step import (
     StepMethods,
     check_weights,
     explain_arguments,
-    kept_modules,
-    kept_parameters,
+    find_kept_modules,
+    find_kept_parameters,
     match_weights,
     named_tensors,
     strip_prefixes,
@@ -294,8 +294,8 @@ class Model(StepMethods):
         # Everything is checked and built before the model changes, so that a refused compile changes nothing.
         config = CompileConfig.of(arguments, self.module)
         groups = GroupConfig(exclude_from_weight_decay, layer_decay)
-        others = [*config.loss_modules, *kept_modules(self).values()]
-        known = [*(p for part in others for p in part.parameters()), *kept_parameters(self).values()]
+        others = [*config.loss_modules, *find_kept_modules(self).values()]
+        known = [*(p for part in others for p in part.parameters()), *find_kept_parameters(self).values()]
         built = None if optimizer is None else optimizers.build(optimizer, self.module, groups, known)
         before.expose()  # before dtypes change, because held values would keep the old dtypes
         if precision == "bf16-true":

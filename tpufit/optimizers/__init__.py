@@ -17,7 +17,7 @@ from .device_rates import DeviceRates
 from .ema import EMA, EMAConfig
 from .gradients import GradientConfig
 from .group_numbers import Attached, GroupNumbers
-from .group_options import has_inputs, let_momentum_vary, list_constants, numbers_of, set_momentum
+from .group_options import has_inputs, let_momentum_vary, list_constants, list_numbers, set_momentum
 from .host_counters import HostCounters
 from .inner_optimizers import find_rated, optimizers_in, rated_groups
 from .learning_rates import (

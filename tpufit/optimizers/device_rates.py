@@ -1,7 +1,7 @@
 """`DeviceRates`: the learning rates as an input of the step's graph.
 
 The rates in `param_groups` stay Python numbers, which user code may read and set at any time. Only while a step is
-traced they are elements of a vector on the device, so that a new rate needs no new graph.
+traced are they elements of a vector on the device, so that a new rate needs no new graph.
 """
 
 from collections.abc import Collection, Iterator

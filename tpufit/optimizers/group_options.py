@@ -82,7 +82,7 @@ def list_constants(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ..
     return tuple(item for group in groups for item in constants_in(group).items())
 
 
-def numbers_of(optimizers: Iterable[Optimizer]) -> list[set[tuple[str, Any]]]:
+def list_numbers(optimizers: Iterable[Optimizer]) -> list[set[tuple[str, Any]]]:
     """Return the numbers in each group of the optimizers, by name."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return [{(name, _comparable(value)) for name, value in group.items() if is_numeric(value)} for group in groups]

@@ -4,7 +4,7 @@ docs/words.md has a glossary: role, pass, capture, replay, hold and the like.
 """
 
 from .api_suggestions import explain_arguments, suggestion_for, warn_of_uncalled_hooks, warn_of_uncalled_methods
-from .attribute_modules import kept_modules, kept_parameters
+from .attribute_modules import find_kept_modules, find_kept_parameters
 from .batch import DeviceGroup, join_groups
 from .compile_config import CompileConfig
 from .dry_run import find_fault

@@ -19,7 +19,7 @@ class Holder:
     module: nn.Module
 
 
-def kept_modules(owner: Any) -> dict[str, nn.Module]:
+def find_kept_modules(owner: Any) -> dict[str, nn.Module]:
     """Return the modules among a model's attributes, and in their lists, tuples and dicts, by name.
 
     A kept model counts as its module. torchmetrics' objects are left out, because each pass resets them.
@@ -27,7 +27,7 @@ def kept_modules(owner: Any) -> dict[str, nn.Module]:
     Example:
         >>> from types import SimpleNamespace
         >>> owner = SimpleNamespace(module=nn.Linear(1, 1), teachers=[nn.Identity(), nn.Tanh()])
-        >>> kept_modules(owner)
+        >>> find_kept_modules(owner)
         {'teachers.0': Identity(), 'teachers.1': Tanh()}
     """
     modules: dict[str, nn.Module] = {}
@@ -38,7 +38,7 @@ def kept_modules(owner: Any) -> dict[str, nn.Module]:
     return modules
 
 
-def kept_parameters(owner: Any) -> dict[str, nn.Parameter]:
+def find_kept_parameters(owner: Any) -> dict[str, nn.Parameter]:
     """Return the parameters among a model's attributes, and in their lists, tuples and dicts, by name."""
     return {name: value for name, value in walk_kept(owner) if isinstance(value, nn.Parameter)}
 

@@ -17,7 +17,7 @@ from ..metrics import build as build_metrics
 from ..optimizers import NAMES, EMAConfig, GradientConfig
 from ..utils.json_codec import is_json
 from . import precision as precisions
-from .remat import RematArgument, blocks
+from .remat import RematArgument, find_blocks
 from .sharding import ShardConfig
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class CompileConfig:
         loss = losses.build(given["loss"], given["loss_weights"], module)
         outputs = loss.outputs if isinstance(loss, LossByOutput) else None
         ignored = loss.ignored if loss is not None else {}
-        blocks(given["remat"], module)
+        find_blocks(given["remat"], module)
         ema = EMAConfig(given["ema_momentum"], given["ema_overwrite_frequency"])
         return cls(
             loss=loss,
@@ -112,7 +112,7 @@ class CompileConfig:
         Raises:
             ArgumentError: There are no such blocks.
         """
-        blocks(remat, module)
+        find_blocks(remat, module)
         return replace(self, arguments=(self.arguments or {}) | {"remat": remat})
 
     @property

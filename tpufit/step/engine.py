@@ -43,7 +43,7 @@ from .batch_errors import describe_lost_weights, may_come_from_device
 from .compile_config import UNCOMPILED, CompileConfig
 from .modules import Modes, keeping_modes, refuse_host_inputs, train
 from .precision import Formats, warn_of_emulation
-from .remat import blocks
+from .remat import find_blocks
 from .role import ROLES, Role
 from .state import SavedState, TrainState
 from .step_context import StepContext
@@ -181,7 +181,7 @@ class Engine:
     def blocks(self) -> dict[nn.Module, str]:
         """The modules whose activations are rematerialized in the backward pass, each with its policy."""
         module = self.model.module
-        return {module.get_submodule(name): policy for name, policy in blocks(self.config.remat, module).items()}
+        return {module.get_submodule(name): policy for name, policy in find_blocks(self.config.remat, module).items()}
 
     @property
     def keeps_only_inputs(self) -> bool:

@@ -152,7 +152,7 @@ class GraphKeys:
         if self._times[change] == _OFTEN:
             warn(
                 f"the {self._role} step has been compiled {_OFTEN} times because {change} changed: it is part of the "
-                "graph, whose only inputs are the optimizer's numbers, such as the learning rate. Change it seldom, or "
+                "graph, whose only inputs are the optimizer's numbers, such as the learning rate. Change it rarely, or "
                 "not at all",
             )
 

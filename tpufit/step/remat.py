@@ -25,7 +25,7 @@ _FORMS = (
 )
 
 
-def blocks(remat: RematArgument, module: nn.Module) -> dict[str, str]:
+def find_blocks(remat: RematArgument, module: nn.Module) -> dict[str, str]:
     """Find the blocks that `compile(remat=...)` names, and return each one's policy by its name, outermost blocks only.
 
     Raises:
@@ -33,9 +33,9 @@ def blocks(remat: RematArgument, module: nn.Module) -> dict[str, str]:
 
     Example:
         >>> net = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1), 2, enable_nested_tensor=False)
-        >>> blocks("dots", net)
+        >>> find_blocks("dots", net)
         {'layers.0': 'dots', 'layers.1': 'dots'}
-        >>> blocks({"layers.0": "attention", "*.linear1": "nothing"}, net)
+        >>> find_blocks({"layers.0": "attention", "*.linear1": "nothing"}, net)
         {'layers.0': 'attention', 'layers.1.linear1': 'nothing'}
     """
     if remat is None or remat is False:

@@ -260,7 +260,7 @@ class StepRunner:
 
     def list_group_numbers(self) -> list[set[tuple[str, Any]]]:
         """Return the numbers in the optimizers' groups by name, such as rates and momenta: a set for each group."""
-        return optimizers.numbers_of(optimizer for optimizer, _ in self._engine.state.attached)
+        return optimizers.list_numbers(optimizer for optimizer, _ in self._engine.state.attached)
 
     def note_hooks(self) -> None:
         """Note that callbacks have run, which may have changed the optimizer's options."""

@@ -34,7 +34,7 @@ from ..runtime import copy_into, copy_to_host, move, reshard, state_at, swap_val
 from ..utils.random import RNGState
 from ..utils.replacing_attributes import replacing_attributes
 from ..utils.user_code import warn
-from .attribute_modules import kept_modules, kept_parameters
+from .attribute_modules import find_kept_modules, find_kept_parameters
 from .compile_config import CompileConfig
 from .gradient_step import GradientStep
 from .optimizer_state import OptimizerState, is_of_second_part
@@ -105,7 +105,7 @@ class TrainState:
         """Return the modules of the loss and those kept by the model, by their names in checkpoints."""
         of_loss = self._config.loss_modules
         named = {f"loss/{i}": part for i, part in enumerate(of_loss)}
-        kept = kept_modules(self._owner).items()
+        kept = find_kept_modules(self._owner).items()
         return named | {f"kept/{name}": part for name, part in kept if not any(part is loss for loss in of_loss)}
 
     def list_every_tensor(self) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ class TrainState:
         every = dict(_tensors(self._owner.module))
         for name, part in self.other_modules().items():
             every |= {f"{name}/{key}": tensor for key, tensor in _tensors(part)}
-        every |= {f"kept/{name}": parameter for name, parameter in kept_parameters(self._owner).items()}
+        every |= {f"kept/{name}": parameter for name, parameter in find_kept_parameters(self._owner).items()}
         for name, optimizer in self.named_optimizers().items():
             every |= {f"params/{name}/{i}": parameter for i, parameter in enumerate(list_parameters(optimizer))}
         names: dict[int, str] = {}
@@ -248,7 +248,7 @@ class TrainState:
             for path, part in module.named_modules():
                 for tensors in (part._parameters, part._buffers):
                     slots += [
-                        Slot((i, path, name), tensor, partial(_put, tensors, name))
+                        Slot((i, path, name), tensor, partial(_set_slot, tensors, name))
                         for name, tensor in tensors.items()
                         if tensor is not None
                     ]
@@ -256,7 +256,7 @@ class TrainState:
             on_device = set(map(id, self.state_of(optimizer).device_state()))
             for j, (parameter, values) in enumerate(optimizer.state.items()):
                 slots += [
-                    Slot((i, j, name), value, partial(_put, optimizer.state[parameter], name))
+                    Slot((i, j, name), value, partial(_set_slot, optimizer.state[parameter], name))
                     for name, value in values.items()
                     if id(value) in on_device
                 ]
@@ -437,7 +437,7 @@ class TrainState:
 
         The module's own parameters may be left out on purpose.
         """
-        if not self.other_modules() and not kept_parameters(self._owner):
+        if not self.other_modules() and not find_kept_parameters(self._owner):
             return
         unused = [
             name for name, p in self._find_unused().items() if p.grad is not None and name.startswith(_OTHER_PREFIXES)
@@ -640,7 +640,7 @@ class Snapshot(NamedTuple):
     random: RNGState
 
 
-def _put(slots: MutableMapping[Any, Any], name: Any, tensor: Tensor | None) -> None:
+def _set_slot(slots: MutableMapping[Any, Any], name: Any, tensor: Tensor | None) -> None:
     if tensor is None:
         slots.pop(name, None)
     else:
