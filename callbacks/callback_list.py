@@ -145,10 +145,10 @@ class CallbackList(Callback):
             for hook, listeners in self._listeners.items()
             if any(getattr(callback, "reads_weights", True) for callback, _ in listeners)
         }
-        self._hooks_of_users = {
+        self._hooks_with_user_code = {
             hook
             for hook, listeners in self._listeners.items()
-            if any(_may_run_users_code(callback) for callback, _ in listeners)
+            if any(_may_run_user_code(callback) for callback, _ in listeners)
         }
         self._sets_rate = any(isinstance(callback, RateCallback) for callback in active)
         self.measures = any(getattr(callback, "measures_time", False) for callback in self.callbacks)
@@ -198,7 +198,7 @@ class CallbackList(Callback):
                         self._pending_end_hook = None
                         self._call_despite_errors(hook, listeners[position + 1 :], {})
                     raise
-            if hook in self._hooks_of_users:
+            if hook in self._hooks_with_user_code:
                 self.note_user_code(hook in _EACH_BATCH)
         if hook == self._pending_end_hook:
             self._pending_end_hook = None
@@ -284,7 +284,7 @@ def _is_from_lightning(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
-def _may_run_users_code(callback: object) -> bool:
+def _may_run_user_code(callback: object) -> bool:
     """True if a callback may change values that a step's Python reads; `only_writes` hooks don't run on every host."""
     ours = type(callback).__module__.startswith(f"{__package__}.") and not getattr(callback, "reads_weights", True)
     return not ours and not getattr(callback, "only_writes", False)

@@ -98,7 +98,7 @@ class MonitorCallback(Callback):
     @property
     def monitor_op(self) -> Callable[[Any, Any], Any] | None:
         """The comparison of a value with the best, `operator.gt` or `operator.lt`; None until it is known."""
-        if not self._monitor.settled:
+        if not self._monitor.has_direction:
             return None
         return operator.gt if self._monitor.rising else operator.lt
 
@@ -116,7 +116,7 @@ class MonitorCallback(Callback):
 
     def _set_monitor_op(self) -> None:
         """Find out from the metric, or the log's name, whether higher is better."""
-        self._monitor.settle(self.model.higher_is_better(self.monitor), self.model.metrics_names)
+        self._monitor.choose_direction(self.model.higher_is_better(self.monitor), self.model.metrics_names)
 
     def _is_improvement(self, monitor_value: float, reference_value: float | None) -> bool:
         """True if a value beats the reference by more than `min_delta`. Any value beats None, and NaN beats none."""

@@ -98,7 +98,7 @@ class ProgbarLogger(Callback):
         self.target = params["steps"]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """From here on a validation is part of an epoch."""
+        """Show validations as parts of an epoch from now on."""
         self._in_fit = True
 
     def on_train_end(self, logs: Logs | None = None) -> None:

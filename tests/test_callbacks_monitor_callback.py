@@ -46,25 +46,25 @@ def test_direction_by_name(name, rising):
 
 def test_the_metrics_direction_overrides_the_names():
     monitor = Monitor("accuracy")
-    monitor.settle(False)
+    monitor.choose_direction(False)
     assert observed(monitor, 0.5, 0.6, 0.4) == [True, False, True]
     monitor.reset()
-    monitor.settle(None)
+    monitor.choose_direction(None)
     assert observed(monitor, 0.5, 0.6, 0.4) == [True, True, False]
 
 
 @pytest.mark.parametrize("name", ["score", "val_score", "accelerations", "miss"])
 def test_an_unknown_direction_requires_a_mode(name):
     with pytest.raises(ArgumentError, match=f"neither a metric nor the name of '{name}' says.*mode='max' or"):
-        Monitor(name).settle(None)
-    Monitor(name).settle(True)
-    Monitor(name, "min").settle(None)
+        Monitor(name).choose_direction(None)
+    Monitor(name).choose_direction(True)
+    Monitor(name, "min").choose_direction(None)
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", [True, False, True]), ("max", [True, True, False])])
 def test_an_explicit_mode_overrides_the_metric(mode, expected):
     monitor = Monitor("accuracy" if mode == "min" else "loss", mode)
-    monitor.settle(mode == "min")
+    monitor.choose_direction(mode == "min")
     assert observed(monitor, 0.5, 0.6, 0.4) == expected
 
 
@@ -132,7 +132,7 @@ def test_a_typo_is_answered_with_the_nearest_log():
     with pytest.warns(UserWarning, match=r"Did you mean 'val_accuracy'\? Available: accuracy, loss, val_accuracy\."):
         Monitor("val_acuracy", "max").read(logs, "EarlyStopping")
     with pytest.raises(ArgumentError, match=r"'val_accurcy' says.* Did you mean 'val_accuracy'\? The logs are"):
-        Monitor("val_accurcy").settle(None, ["loss", "accuracy"])
+        Monitor("val_accurcy").choose_direction(None, ["loss", "accuracy"])
     with pytest.warns(UserWarning, match=r"without it\. Available: loss\."):  # the validation is missing
         Monitor("val_loss").read({"loss": 1.0}, "EarlyStopping")
 

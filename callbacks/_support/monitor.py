@@ -71,9 +71,9 @@ class Monitor:
         self.name = name
         self.mode = mode
         self.rising = mode == "max" or (mode == "auto" and _infer_rising(name) is True)
-        self.settled = False
+        self.has_direction = False
 
-    def settle(self, higher_is_better: bool | None, known: Sequence[str] = ()) -> None:
+    def choose_direction(self, higher_is_better: bool | None, known: Sequence[str] = ()) -> None:
         """Decide the direction, if the mode is `"auto"`, by the metric or, if that is None, by the log's name.
 
         The error lists the `known` logs, in case of a typo.
@@ -91,7 +91,7 @@ class Monitor:
                     f"{_suggest(self.name, logs)}{listed} For a log of your own pass mode='max' or mode='min'"
                 )
             self.rising = rising
-        self.settled = True
+        self.has_direction = True
 
     def reset(self, best: float | None = None) -> None:
         """Forget the values so far, and start from `best`."""
@@ -120,7 +120,7 @@ class Monitor:
             return None
         value = as_scalar(logs[self.name])
         if value is None:
-            raise ArgumentError(f"{asker} can follow a single number only, and {self.name!r} is {logs[self.name]!r}")
+            raise ArgumentError(f"{asker} can monitor single numbers only, and {self.name!r} is {logs[self.name]!r}")
         return value
 
     def is_better(self, value: float, than: float | None) -> bool:

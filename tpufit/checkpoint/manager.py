@@ -25,7 +25,7 @@ from ..utils.random import RNGState
 from ..utils.user_code import warn
 from .find_checkpoint import checkpoint_callbacks
 from .format import Checkpoint, Score
-from .objects import UsersObjects
+from .objects import UserObjects
 from .state_json import MALFORMED, PROGRESS, Progress, extract_saved_state
 from .store import parse_step
 from .weight_files import NotFiniteError, write_weights
@@ -155,7 +155,7 @@ class CheckpointManager:
         self._open = True
         self._runner: StepRunner | None = None
         self._progress: Progress | None = None
-        self._objects: UsersObjects | None = None
+        self._objects: UserObjects | None = None
         engine.log.wanted_saves.clear()  # requests left over from an interrupted `fit`
         train.keeps_draws = bool(checkpoint_callbacks(callbacks))
 
@@ -170,7 +170,7 @@ class CheckpointManager:
             named_tensors(self._engine.model.module)  # raises now rather than when the first checkpoint is due
         if saves or resumes:
             streams = [self._train] if self._validation is None else [self._train, self._validation]
-            self._objects = UsersObjects(self._engine, self._callbacks, streams)
+            self._objects = UserObjects(self._engine, self._callbacks, streams)
 
     def load_first(self, checkpoint: Checkpoint) -> None:
         """Load the state of callbacks that need it before they begin (`Callback.loads_first`), before `resume`."""

@@ -1,4 +1,4 @@
-"""`UsersObjects`: the state of the user's objects during a `fit`, other than tensors, for checkpoints."""
+"""`UserObjects`: the state of the user's objects during a `fit`, other than tensors, for checkpoints."""
 
 import types
 from collections import Counter
@@ -25,7 +25,7 @@ _TPUFITS_CALLBACKS = "tpufit.callbacks."
 _BASE = "tpufit.callbacks.base"
 
 
-class UsersObjects:
+class UserObjects:
     """The state, other than tensors, of the user's objects: module, loss, metrics, model, optimizers and callbacks.
 
     Attributes that change after this object is made are state; others come from the script. A callback's `state_dict`

@@ -446,13 +446,15 @@ class Engine:
     def _python_state(self, role: Role, deep: bool) -> dict[str, Any]:
         """Return the numbers, strings and flags in the user's Python, by name; replayed steps don't read them."""
         weights = self.options.class_weight if role.learns else None
-        return facts(self._users_objects(role), deep) | ({} if weights is None else {"class_weight": weights.summary})
+        return facts(self._list_user_objects(role), deep) | (
+            {} if weights is None else {"class_weight": weights.summary}
+        )
 
     def _find_kept_tensors(self, role: Role) -> dict[str, Tensor]:
         """Return the tensors on the device in the user's Python, by name, without parameters and buffers."""
-        return device_tensors(self._users_objects(role))
+        return device_tensors(self._list_user_objects(role))
 
-    def _users_objects(self, role: Role) -> dict[str, Any]:
+    def _list_user_objects(self, role: Role) -> dict[str, Any]:
         """Return the user's objects that a role's steps may read, by name."""
         model = self.model
         kind = type(model)

@@ -44,7 +44,7 @@ def keep_in_lockstep(
 
     Args:
         per_host: True if the hosts may have different numbers of batches; surplus batches are left out.
-        compared: True if `consistency.compare_hosts` has compared the shapes of all batches (default False);
+        compared: True if `host_consistency.compare_hosts` has compared the shapes of all batches (default False);
             comparing each group takes half a millisecond.
 
     Raises:

@@ -18,11 +18,7 @@ from ..step import Engine, FitOptions
 from ..utils.text import size
 from . import host_consistency, loop
 from .auto_batch_size import AUTO, ByCompiler, choose, require_rows
-from .fit_arguments import (
-    Schedule,
-    TrainingData,
-    ValidationData,
-)
+from .fit_arguments import Schedule, TrainingData, ValidationData
 from .host_agreement import start_and_find
 from .interruption import shorten_interrupt
 from .last_batch import shape_last_batches
@@ -132,9 +128,9 @@ def _make_streams(
 
 def _headline(engine: Engine, cores: Cores, data: Stream, before: list[float]) -> str:
     """Return the line that says how `fit` runs: cores, batch, learning rate and precision."""
-    size = data.batch_size
+    rows = data.batch_size
     batch = (
-        f"batch {size} x {cores.count} = {size * cores.count}" if size else f"{say_count(cores.count, 'batch')} a step"
+        f"batch {rows} x {cores.count} = {rows * cores.count}" if rows else f"{say_count(cores.count, 'batch')} a step"
     )
     if data.is_global:
         batch = f"1 batch a step, split over {say_count(cores.count, 'core')}"
