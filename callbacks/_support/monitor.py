@@ -23,7 +23,7 @@ class Monitor:
     Args:
         name: The log, e.g. `"val_loss"`.
         mode: `"min"`, `"max"` or `"auto"` (default: decided by the metric, else by the log's name; if neither decides,
-            `settle` raises an error).
+            `choose_direction` raises an error).
         min_delta: The least change that counts (default 0).
         baseline: A value that must be beaten, too, to reset `wait` to 0 (default: none).
         best: The initial best value (default: none, so any finite value is better).
@@ -32,7 +32,7 @@ class Monitor:
         best: The best value so far, or None.
         wait: The number of values since the last that beat `best` and `baseline`.
         rising: True if higher is better.
-        settled: True once the direction is decided.
+        has_direction: True once the direction is decided.
 
     Raises:
         ArgumentError: An unknown mode.

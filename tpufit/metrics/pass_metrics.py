@@ -164,11 +164,11 @@ class PassMetrics(SumTable):
             weight = weight.detach().float()
             scalar = scalar.masked_fill(weight == 0, 0)  # a mean over a weight of 0 is NaN
         total = (name, f"{'sum' if isinstance(weight, str) else 'total'}{part}")
-        compensation = (name, f"lost{part}")  # the rounding error of the sum; checkpoints have this name
-        sums = self.get(total, _ZERO), self.get(compensation, _ZERO)
+        rounding_error = (name, f"lost{part}")  # checkpoints have this name
+        sums = self.get(total, _ZERO), self.get(rounding_error, _ZERO)
         sums = _add(sums, scalar if isinstance(weight, str) else scalar * weight)
         self.set(total, sums[0])
-        self.set(compensation, sums[1])
+        self.set(rounding_error, sums[1])
         if isinstance(weight, Tensor) or (not isinstance(weight, str) and weight != rows):
             # `count` counts the rows of all batches on the host. So sum here the weight that replaces this batch's
             # rows, and the rows that it replaces.
@@ -378,8 +378,8 @@ def _add(sums: tuple[Tensor, Tensor], value: Tensor) -> tuple[Tensor, Tensor]:
 
     A plain float32 sum would be wrong in the fifth digit after some ten thousand batches.
     """
-    total, lost = sums
-    addend = value - lost
+    total, error = sums
+    addend = value - error
     new = total + addend
     return new, (new - total) - addend
 
