@@ -123,7 +123,7 @@ def test_a_missing_log_is_one_warning_that_lists_the_others():
 
 
 def test_an_array_cannot_be_monitored():
-    with pytest.raises(ArgumentError, match="single number only, and 'recall'"):
+    with pytest.raises(ArgumentError, match="single numbers only, and 'recall'"):
         Monitor("recall").read({"recall": np.zeros(3)}, "EarlyStopping")
 
 
