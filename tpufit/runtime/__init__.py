@@ -23,6 +23,7 @@ implements the contract in `tpufit/backend/`, whose classes are what the rest of
 | `graph` | a compiled step: its inputs and outputs |
 | `trace_target` | what the traces of a program run on |
 | `capture` | one trace of a step, its checks, and its undoing |
+| `donation` | which inputs a graph may write its outputs over |
 | `traced_graph` | the graph of a trace, to be compiled and started |
 | `program` | trace a step once, then replay its graph |
 | `replay_audits` | which replays are compared with a new trace |

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from ..backend import Body
-from .aliases import Aliases, aliases_of, find_shared
+from .aliases import aliases_of
 from .device_state import HeldState
+from .donation import find_donated
 from .driver import driver
 from .graph import Graph, recognise, template_of
 from .pending_tensors import (
@@ -221,7 +222,10 @@ class Capture:
             order = sorted(range(len(sources)), key=lambda i: (_LISTS.index(sources[i][0]), sources[i][1]))
             values = [values[i] for i in order]
             sources = [sources[i] for i in order]
-        donated, consumed = self._find_donated(sources, changed, aliases) if target.donates else ([], [])
+        donated: list[int] = []
+        consumed: list[int] = []
+        if target.donates:
+            donated, consumed = find_donated(sources, before.view.memory, changed, aliases)
         outline = driver().outline_of(roots, values, donated)
         graph = Graph(
             hash=driver().hash_of(roots, values, donated) if hashes or outline is None else None,
@@ -261,22 +265,6 @@ class Capture:
         added = index_by_memory({"input": before.inputs[before.given :]})
         memory = index_by_memory({"sum": before.target.sums.begun}) | before.memory
         return memory | {handle: (name, before.given + i) for handle, (name, i) in added.items()}
-
-    def _find_donated(
-        self, sources: Sequence[tuple[str, int]], changed: Sequence[int], aliases: Aliases
-    ) -> tuple[list[int], list[int]]:
-        """Return the inputs that the graph may write over, and the state's tensors whose values are gone afterwards."""
-        memory = self.before.view.memory
-        changes = {*changed, *(i for i, _ in find_shared(aliases))}
-        kept = {handle for i, handle in enumerate(memory) if i not in changes}
-        donated = list[int]()
-        consumed = list[int]()
-        # Only replaced memory is donated, because a donated tensor is gone.
-        for at, (name, i) in enumerate(sources):
-            if name == "state" and memory[i] not in kept:
-                donated.append(at)
-                consumed += [j for j, handle in enumerate(memory) if handle == memory[i]]
-        return donated, consumed
 
     def _find_stored_elsewhere(self, known: Sequence[Tensor], searches: bool) -> list[Tensor]:
         """Return the tensors that the body has stored outside of its result: in an attribute, a list, a closure.
