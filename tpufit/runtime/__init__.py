@@ -33,6 +33,7 @@ implements the contract in `tpufit/backend/`, whose classes are what the rest of
 | `recompute` | blocks that are rematerialized in the backward pass |
 | `trace_view` | the state's tensors in a trace, and what it changes in them |
 | `trace_watch` | sees what a traced step reads, draws and leaves to the host |
+| `slow_steps` | why a step is slow, and the change of the user's code that cures it |
 | `thread_guard` | other threads wait while a trace has the tensors |
 | `absent_cores` | cores that aren't there, for a preflight |
 | `program_recorder` | stands in for a device that isn't there |
@@ -72,7 +73,7 @@ from .ops.lowerings import falls_back, has_kernel
 from .profiler import scope, start_profile
 from .program_recorder import Recorded, Recorder, tracing_for
 from .recompute import recomputing
+from .slow_steps import cure_for, explain_slowness
 from .thread_guard import unguarding
 from .trace_context import assuming_finite, tracing, tracing_since, without_unsharding
-from .trace_watch import cure_for, explain_slowness
 from .transfer import copy_into, copy_to_host, fetch, fetch_each, move, reshard, swap_value, to_device, to_host

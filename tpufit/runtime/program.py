@@ -29,10 +29,11 @@ from .graph import Graph
 from .pending_tensors import drop, find_pending_elsewhere, noting_new, wait
 from .placement import CorePlacement
 from .replay_audits import Audits
+from .slow_steps import cure_for, explain_slowness
 from .trace_context import tracing_with
 from .trace_target import Target
 from .trace_view import lending, showing
-from .trace_watch import Glance, Watch, cure_for, explain_slowness
+from .trace_watch import Glance, Watch
 from .traced_graph import StartedGraph
 
 # The number of consecutive traces that may differ from the previous trace before a step counts as not replayable.
