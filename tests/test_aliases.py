@@ -432,7 +432,7 @@ def test_state_in_attributes_is_traced_and_named(cores, kind, name, monkeypatch)
 
     (here, traced), (there, _) = run(), run(run_eagerly=True)
     assert here == pytest.approx(there, rel=1e-4, abs=1e-5)
-    assert traced == f"{name}, a tensor that is no buffer, changed between two traces"
+    assert traced == f"{name}, a tensor that isn't a buffer, changed between two traces"
     assert "register_buffer" in cure_for(traced)
 
 

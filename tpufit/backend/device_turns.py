@@ -234,7 +234,7 @@ class Turns:
                 if not told and now - began > _SILENCE:
                     told = True
                     current = _name_thread(*self._find_current_call())
-                    warn(f"{own.call} has been waiting for {_SILENCE:g} s, for {current}")
+                    warn(f"{own.call} has been waiting for {current} for {_SILENCE:g} s")
         except BaseException:
             self._give_up(own)
             raise

@@ -104,7 +104,7 @@ class Graph:
             if not torch.equal(_bits(before), _bits(after)):
                 name = self.names.get(handles([before])[0])
                 if name is not None and name == later.names.get(handles([after])[0]):
-                    return f"{name}, a tensor that is no buffer, changed between two traces"
+                    return f"{name}, a tensor that isn't a buffer, changed between two traces"
                 changed = f"from {_describe(before)} to {_describe(after)}"
                 return f"a number that its Python computes changed between two traces ({changed})"
         return ""

@@ -411,7 +411,8 @@ class CapturedProgram(Program):
         if self.runs_eagerly and self._target.placement.has_mesh:
             raise ReplayError(_explain_several_graphs(role, cause))
         if self.jit_compile is True:
-            raise ReplayError(f"jit_compile=True, but the {role} step can't be replayed: {cause}")
+            cure = f"{cure_for(cause)}. Or trace it at every step, with jit_compile='auto'"
+            raise ReplayError(f"jit_compile=True, but the {role} step can't be replayed: {cause}. {cure}")
         self.traced_because = cause
         self.forget()
         if cause not in self._warned:

@@ -9,7 +9,7 @@ _CURES = {
     "aten::nonzero": "Instead of picking rows (x[mask], nonzero), keep all and weight them: torch.where(mask, x, 0)",
     "aten::_unique2": "The shape of its result varies: count with a one-hot product instead, or in a callback",
     "aten::equal": "Compare on the device: (a == b).all()",
-    "aten::": "Replace it by other operations, or do it in the data set, or in a callback once an epoch",
+    "aten::": "Replace it by other operations, or do it in the data set, or in a callback once per epoch",
     "torch/optim/": (
         "Take another optimizer; or if this one isn't an attribute of the model, let "
         "self.apply_gradients(loss, optimizer) take its step"
@@ -19,7 +19,7 @@ _CURES = {
         "has, unlike self.optimizer.zero_grad(). Or let compile(accumulate_steps=n) sum them"
     ),
     "it reads": "Return it from train_step as a log, choose with torch.where instead of if, or leave it out",
-    "no buffer": (
+    "isn't a buffer": (
         "Register it as a buffer, which steps may change and checkpoints have: self.register_buffer(name, tensor) in "
         "the module, or in another module that the Model keeps"
     ),
@@ -27,7 +27,7 @@ _CURES = {
     "draws": "Draw on the device (torch.rand(..., device=x.device)) or in the data set",
     "NumPy's global generator": "Draw on the device (torch.rand(..., device=x.device)) or in the data set",
     "jit_compile": "Leave jit_compile at 'auto'",
-    "": "Keep counts in a buffer on the device, and changing values out of the step's Python",
+    "": "Keep counters in a buffer on the device, and don't let the step's Python read values that change",
 }
 
 

@@ -151,8 +151,8 @@ class Watch(TorchFunctionMode):
     def _note_draw(self) -> None:
         self.drew_at = self.drew_at or calling_lines()
         self._draws_strict.refuse(
-            f"{self._step} draws a random number on the host at {calling_lines()}, so that it can't be "
-            "replayed and may need a graph for each outcome. Draw it on the device (torch.rand(..., "
+            f"{self._step} draws a random number on the host at {calling_lines()}, so it can't be replayed, "
+            "and may need a graph for each outcome. Draw it on the device (torch.rand(..., "
             "device=x.device) and torch.where), or in the data set"
         )
 

@@ -36,7 +36,7 @@ _PACKET = 1 << 18  # bytes of a socket's send buffer
 _SMALLEST = 1 << 20  # bytes of the smallest block
 _SHORT = 1e-3  # the most seconds between two checks of a condition
 _PROBED = 2.0  # seconds between two probes of the cores for failed programs, during a wait
-_GRACE = 10.0  # seconds for the other cores to meet an error of the first core
+_GRACE = 10.0  # seconds for the other cores to fail like the first core
 
 
 class CoreConnections:
@@ -241,7 +241,7 @@ class CoreConnections:
         idle = {core for core in self._blocked if probe and self._signs[core - 1, Sign.DONE] >= probe}
         for core in idle & doubted:
             why = self._blocked[core]
-            self._fail(f"core {self._first + core} met an error that core {self._first} didn't meet: {why}")
+            self._fail(f"core {self._first + core} failed with an error that core {self._first} didn't have: {why}")
         return idle
 
     def watch_while(self, waits: Callable[[], None]) -> None:
@@ -261,7 +261,7 @@ class CoreConnections:
             raise failed[0]
 
     def settle(self, why: str) -> None:
-        """Ensure that all cores have met an error that the first core has met, or else fail.
+        """After an error of the first core, wait until the other cores have it too, or else fail.
 
         The caller has ensured that the first core has finished all other work.
         """
@@ -273,7 +273,7 @@ class CoreConnections:
             self._failed.clear()
             return
         waiting = [core for core, done in enumerate(self._signs[:, Sign.DONE], 1) if done < probe]
-        self._fail(f"core {self._first + waiting[0]} didn't meet an error that core {self._first} met: {why}")
+        self._fail(f"core {self._first} failed with an error that core {self._first + waiting[0]} didn't have: {why}")
         self.check()
 
     # Messages

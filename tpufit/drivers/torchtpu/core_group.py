@@ -99,7 +99,10 @@ class CoreGroup(OneCore):
         try:
             self.lines.begin()
         except RuntimeError as error:
-            raise StartError(f"{self.count} cores of torch_tpu did not start: {self.lines.failure}") from error
+            cure = "Run python -m tpufit doctor, or compute on one core, with cores=1"
+            raise StartError(
+                f"{self.count} cores of torch_tpu did not start. {cure}. The reason: {self.lines.failure}"
+            ) from error
 
     # Tensors
 
@@ -297,7 +300,7 @@ class CoreGroup(OneCore):
         self.lines.watch_while(super().wait)
 
     def _settle(self, why: str) -> None:
-        """Ensure that all cores have met an error of the first core."""
+        """After an error of the first core, wait until the other cores have it too, or else fail."""
         with suppress(RuntimeError):  # the same error
             self.wait()
         self.lines.settle(why)

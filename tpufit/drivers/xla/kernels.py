@@ -200,8 +200,8 @@ def _pixel_shuffle(_: Callable[..., Tensor], __: Any, images: Tensor, factor: in
     """`pixel_shuffle`. torch_xla's cached graph ignores the factor, and computes all calls with the first factor."""
     if images.dim() < 3 or factor < 1 or images.shape[-3] % factor**2:
         raise RuntimeError(
-            f"pixel_shuffle takes images of (..., channels, height, width), whose channels {factor} x {factor} divide, "
-            f"but got {tuple(images.shape)}"
+            "pixel_shuffle takes images of shape (..., channels, height, width), whose number of channels is divisible "
+            f"by {factor} x {factor} = {factor**2}, got {tuple(images.shape)}"
         )
     *rows, channels, height, width = images.shape
     n = len(rows)
