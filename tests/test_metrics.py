@@ -165,7 +165,7 @@ def test_a_metric_keeps_the_shape_of_its_first_sums():
     for y_pred, y in parts:
         step(running, y_pred, y)
         shapes.append([t.shape for t in running.tensors])
-    assert shapes[0] == shapes[1] == [t.shape for t in running.begun]
+    assert shapes[0] == shapes[1] == [t.shape for t in running.before]
     expected = float(torchmetrics.R2Score()(*joined(parts)))
     assert running.results("test")["r2_score"] == pytest.approx(expected, abs=1e-6)
 

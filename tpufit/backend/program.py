@@ -25,7 +25,7 @@ class Sums(Protocol):
     tensors: list[Tensor]
     """The current sums."""
 
-    begun: list[Tensor]
+    before: list[Tensor]
     """The sums before the currently traced step, including sums that this step has created."""
 
     def begin(self) -> None:
@@ -89,12 +89,12 @@ class Program(ABC):
         """True if the device computes operation by operation, because the step can't be traced as a whole."""
         return False
 
-    def begin_pass(self, strict: Strict, new: Strict) -> None:
+    def begin_pass(self, strict: Strict, new_graphs: Strict) -> None:
         """Begin a pass over data.
 
         Args:
             strict: The policy on everything that slows down steps.
-            new: The policy on a new graph for a step that is already replayed.
+            new_graphs: The policy on a new graph for a step that is already replayed.
         """
 
     def forget(self) -> None:

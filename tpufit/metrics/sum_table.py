@@ -23,7 +23,7 @@ class SumTable:
         self.placement = placement
         self.tensors: list[Tensor] = []  # the current sums
         # The sums before the step being traced, including new sums of this step.
-        self.begun: list[Tensor] = []
+        self.before: list[Tensor] = []
         # For tensors of the traced step's batch that are parts of stacked tensors: the whole, and the part's number.
         self.parts: Any = WeakIdKeyDictionary()
         self._index: dict[Key, int] = {}  # the place of each sum in the lists
@@ -31,12 +31,12 @@ class SumTable:
 
     def begin(self) -> None:
         """Begin the trace of a step."""
-        self.begun = self.tensors
+        self.before = self.tensors
         self.tensors = list(self.tensors)  # a copy, because a batch's logs may hold the list
 
     def roll_back(self) -> None:
         """Restore the sums from before the trace of a step."""
-        self.tensors = self.begun
+        self.tensors = self.before
 
     def get(self, key: Key, default: Tensor) -> Tensor:
         """Read a sum, inside a step; a new sum begins with its default."""
@@ -45,7 +45,7 @@ class SumTable:
             self._defaults.append(default.detach().clone())
             (tensor,) = to_device([default.clone()], self.placement)
             self.tensors.append(tensor)
-            self.begun = [*self.begun, tensor]
+            self.before = [*self.before, tensor]
         return self.tensors[self._index[key]]
 
     def set(self, key: Key, value: Tensor) -> None:

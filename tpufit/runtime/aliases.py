@@ -25,13 +25,13 @@ class Alias:
         index: The index of the tensor in the list.
         owner: The index of a tensor whose memory includes the whole tensor.
         view: The tensor's size, strides and offset in the owner's memory; None if both are the same.
-        apart: True if there is no such owner: the two tensors share only a part, or differ in dtype.
+        overlaps: True if neither tensor's memory includes the other's: they share only a part, or differ in dtype.
     """
 
     index: int
     owner: int
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
-    apart: bool = False
+    overlaps: bool = False
 
 
 Aliases = tuple[Alias, ...]
@@ -68,8 +68,10 @@ def aliases_of(tensors: Sequence[Tensor]) -> Aliases:
 
     Example:
         >>> weight = torch.zeros(2, 3)
-        >>> aliases_of([weight, torch.zeros(2), weight.detach(), weight[1]])
-        (Alias(index=2, owner=0, view=None, apart=False), Alias(index=3, owner=0, view=((3,), (1,), 3), apart=False))
+        >>> aliases_of([weight, torch.zeros(2), weight.detach()])
+        (Alias(index=2, owner=0, view=None, overlaps=False),)
+        >>> aliases_of([weight, weight[1]])
+        (Alias(index=1, owner=0, view=((3,), (1,), 3), overlaps=False),)
     """
     with unguarding():
         storages = [storage_of(tensor) if tensor.layout is torch.strided else -i for i, tensor in enumerate(tensors, 1)]
@@ -84,14 +86,14 @@ def aliases_of(tensors: Sequence[Tensor]) -> Aliases:
 
 def find_shared(aliases: Aliases) -> Iterator[tuple[int, int]]:
     """Yield the indices of tensors that are the same as their owner, each with the owner's index."""
-    return ((alias.index, alias.owner) for alias in aliases if alias.view is None and not alias.apart)
+    return ((alias.index, alias.owner) for alias in aliases if alias.view is None and not alias.overlaps)
 
 
 def link(tensors: Sequence[Tensor], aliases: Aliases) -> list[Tensor]:
     """Let tensors share memory as noted, with the owners' values. Returns the views, which must be computed."""
     views = []
     for alias in aliases:
-        if alias.apart:
+        if alias.overlaps:
             continue
         tensors[alias.index].data = make_view(tensors[alias.owner], alias)
         if alias.view is not None:
@@ -123,7 +125,7 @@ def _find_among(tensors: Sequence[Tensor], members: list[int]) -> Iterator[Alias
         for i in others:
             view = _geometry(tensors[i], base)
             if view is None or whole is None or tensors[i].dtype is not base.dtype:
-                yield Alias(i, owner, apart=True)
+                yield Alias(i, owner, overlaps=True)
                 continue
             first, last = _span(view)
             size, strides, offset = view
@@ -134,7 +136,7 @@ def _find_among(tensors: Sequence[Tensor], members: list[int]) -> Iterator[Alias
             elif base.is_contiguous() and begin <= first and last <= end:
                 yield Alias(i, owner, (size, strides, offset - whole[2]))
             else:
-                yield Alias(i, owner, apart=True)
+                yield Alias(i, owner, overlaps=True)
 
 
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]

@@ -2,11 +2,11 @@
 
 The body of a step runs here over lazy tensors: operations are only recorded. Each object makes the next:
 
-    note_before(...)            -> Before        what must be known before the trace
-    Before.trace(body)          -> Capture       runs the body
-    Capture.build()             -> TracedGraph   finds the graph's inputs and outputs; `compile` compiles a new graph
-    TracedGraph.start(graph)    -> StartedGraph  takes the values out of the user's tensors, and starts the graph
-    StartedGraph.settle()       -> the result    gives the trace's tensors their values
+    note_before(...)             -> Before        what must be known before the trace
+    Before.trace(body)           -> Capture       runs the body
+    Capture.build()              -> TracedGraph   finds the graph's inputs and outputs; `compile` compiles a new graph
+    TracedGraph.start(graph)     -> StartedGraph  takes the values out of the user's tensors, and starts the graph
+    StartedGraph.fill_tensors()  -> the result    gives the trace's tensors their values
 
 Where the order of statements matters, a comment says why.
 """
@@ -63,9 +63,10 @@ def undoing(state: HeldState) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # The user's tensors must release the trace's values before `drop`, which takes the device from their tensors.
+        # `drop` detaches pending tensors from the device, so the user's tensors must give up the trace's values first.
         if not state.lost:
-            driver().keep(before)  # no graph has consumed these values, and a later step's graph mustn't
+            # No graph has consumed these values: revoke their donation, so that a later graph doesn't either.
+            driver().revoke_donation(before)
             state.restore(before, aliases)
         elif not state.held:
             state.hold()
@@ -85,9 +86,9 @@ class Before:
     seeds: TraceSeeds
     watch: Watch | Glance  # observes what the body reads and draws
     python_state: Callable[[], dict[str, Any]]  # returns the Python state that the body might change
-    # The list of each value, `"state"`, `"sum"` or `"input"`, and its index there, by the identity of its memory.
+    # Maps the identity of a value's memory to the list with the value, `"state"`, `"sum"` or `"input"`, and its index.
     memory: dict[Hashable, tuple[str, int]]
-    given: int  # the number of inputs
+    input_count: int  # without the inputs that the body adds
     facts: dict[str, Any]  # the Python state before the trace
     names: Mapping[Hashable, str]  # of the tensors that the user's Python keeps, by the identity of their memory
 
@@ -133,9 +134,10 @@ class Capture:
     outputs: Any  # the value that the body has returned
     obstacle: str  # the reason why no trace of the body can be replayed, or ""
     new: list[Tensor]  # the living tensors that the trace has made
-    young: list[Tensor]  # tensors that are as young as these for Python's garbage collector, but older than the trace
+    # Tensors that are older than the trace, but among Python's youngest objects, where `new` was searched.
+    young: list[Tensor]
     former: list[TensorWeakRef]  # the state's tensors before the trace
-    escaped: list[Tensor] | None = None  # what the body has stored elsewhere, once `unrun` has searched
+    escaped: list[Tensor] | None = None  # what the body has stored elsewhere, once `build_for_comparison` has searched
 
     def explain_variation(self) -> str:
         """Return the reason why the next trace may differ, even if the graphs are equal, or "".
@@ -152,7 +154,7 @@ class Capture:
 
     def find_difference(self, earlier: Graph, thorough: bool) -> str:
         """Compare this trace, which won't run, with a graph or its outline; return the difference, or ""."""
-        graph = self.unrun(thorough)
+        graph = self.build_for_comparison(thorough)
         if graph is None:
             return "it computes nothing now"
         return self.explain_variation() or self.compare(earlier, graph)
@@ -164,7 +166,7 @@ class Capture:
             return f"{difference}, and NumPy's global generator drew numbers meanwhile, as scipy's functions do"
         return difference
 
-    def unrun(self, thorough: bool = True) -> Graph | None:
+    def build_for_comparison(self, thorough: bool = True) -> Graph | None:
         """Return the graph of a trace that won't run, or its outline, to compare it; None if it is empty."""
         state = set(map(identity, self.before.target.state.tensors))
         former = {id(tensor()) for tensor in self.former}  # the slots will get these tensors back
@@ -176,7 +178,7 @@ class Capture:
             self.escaped = []
             return None
         self.escaped = traced.escaped
-        driver().keep(traced.values)  # no graph has consumed them
+        driver().revoke_donation(traced.values)  # no graph has consumed them
         return traced.graph
 
     def compute_escaped(self) -> None:
@@ -209,7 +211,7 @@ class Capture:
         state_aliases = state_aliases_of(state.tensors, escaped) if escaped else []
         following = {id(state_alias.tensor()) for state_alias in state_aliases}
         escaped = [t for t in escaped if id(t) not in following]
-        others, left = _outputs(own, [*computed, *escaped])
+        others, output_indices = _find_outputs(own, [*computed, *escaped])
         roots = [*own, *others]
         if not roots:
             before.view.end()
@@ -237,13 +239,13 @@ class Capture:
             summed=summed,
             result=(template, spec),
             escaped=len(escaped),
-            left=left,
+            output_indices=output_indices,
             aliases=aliases,
             consumed=consumed,
             facts=before.facts,
             names=before.names,
         )
-        sizes = {"state": len(state.tensors), "sum": len(sums.begun), "input": len(before.inputs), "seed": len(places)}
+        sizes = {"state": len(state.tensors), "sum": len(sums.before), "input": len(before.inputs), "seed": len(places)}
         graph.arrange(sizes | {"constant": len(constants)})
         return TracedGraph(
             target=target,
@@ -262,9 +264,9 @@ class Capture:
         """Return the list and the index of each input that the graph may take, by the identity of its memory."""
         # Sums that the step has created are known only now. Entries from before the trace take precedence over them.
         before = self.before
-        added = index_by_memory({"input": before.inputs[before.given :]})
-        memory = index_by_memory({"sum": before.target.sums.begun}) | before.memory
-        return memory | {handle: (name, before.given + i) for handle, (name, i) in added.items()}
+        added = index_by_memory({"input": before.inputs[before.input_count :]})
+        memory = index_by_memory({"sum": before.target.sums.before}) | before.memory
+        return memory | {handle: (name, before.input_count + i) for handle, (name, i) in added.items()}
 
     def _find_stored_elsewhere(self, known: Sequence[Tensor], searches: bool) -> list[Tensor]:
         """Return the tensors that the body has stored outside of its result: in an attribute, a list, a closure.
@@ -310,7 +312,7 @@ class Capture:
         traced.compile(f"it can't be replayed, because {cause}")
         state = target.state
         gradients = [tensor.grad for tensor in state.tensors]
-        outputs = traced.start(traced.graph, first=True).settle()
+        outputs = traced.start(traced.graph, first=True).fill_tensors()
         state.write_back()
         for tensor, gradient in zip(state.tensors, gradients, strict=True):  # taken by `start`
             tensor.grad = gradient
@@ -344,7 +346,7 @@ def note_before(
         watch=watch,
         python_state=python_state,
         memory=memory | index_by_memory({"sum": target.sums.tensors, "input": inputs}),
-        given=len(inputs),
+        input_count=len(inputs),
         facts=python_state(),
         # Only needed by a capture, which tells the user what has changed.
         names=_names_by_memory(target.kept()) if isinstance(watch, Watch) else {},
@@ -360,9 +362,9 @@ def _describe_leftover(target: Target) -> str:
         leaves_gradients = any(t.grad is not None for t in state.tensors if t.is_leaf)
     if target.role == "train" and leaves_gradients:
         return "it leaves gradients to the next step"
-    if [(t.shape, t.dtype) for t in sums.begun] != [(t.shape, t.dtype) for t in sums.tensors]:
+    if [(t.shape, t.dtype) for t in sums.before] != [(t.shape, t.dtype) for t in sums.tensors]:
         return "its running sums change their shape or dtype"
-    if any(alias.apart for alias in aliases_of(state.list_present())):
+    if any(alias.overlaps for alias in aliases_of(state.list_present())):
         return "two tensors of its state share a part of their memory"
     return ""
 
@@ -383,17 +385,21 @@ def _names_by_memory(kept: Mapping[str, Tensor]) -> dict[Hashable, str]:
     return dict(zip(handles(list(named.values())), named, strict=True))
 
 
-def _outputs(own: Sequence[Tensor], left: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Return the outputs that a graph needs for the tensors `left` besides the outputs `own`, and each tensor's output.
+def _find_outputs(own: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Return the further outputs that a graph needs for some tensors, and the index of each tensor's output among them.
 
     A graph has one output for all tensors of one identity, and no output for a tensor that has a value.
+
+    Args:
+        own: The outputs that the graph has anyway.
+        wanted: The tensors.
     """
     taken = set(map(identity, own))
-    waiting = set(find_pending(left))
+    waiting = set(find_pending(wanted))
     outputs: list[Tensor] = []
     found: dict[int, int] = {}
     indices = []
-    for i, tensor in enumerate(left):
+    for i, tensor in enumerate(wanted):
         which = identity(tensor)
         if which not in found:
             found[which] = len(outputs)

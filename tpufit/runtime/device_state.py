@@ -33,7 +33,7 @@ class HeldState(DeviceState):
         values: The held values.
         aliases: The tensors that shared memory when the values were taken out of them.
         state_aliases: The user's tensors outside of the state that share memory with it.
-        given: True if graphs may write over the values.
+        may_be_donated: True if graphs may write over the values.
         packing: Which tensors the device keeps with their dimensions in another order.
         slots: Returns the slots in which the user keeps the tensors.
         packed: The indices of the tensors that show packed values in a trace; `TraceView.find_changes` pins these, in
@@ -54,7 +54,7 @@ class HeldState(DeviceState):
         self.values: list[Tensor] = []
         self.aliases: Aliases = ()
         self.state_aliases = StateAliases()
-        self.given = False
+        self.may_be_donated = False
         self._copies = driver().count_copies()  # the count when the values were written back
         self._lost: list[int] = []
         # The graph being started, see `expect`.
@@ -66,7 +66,7 @@ class HeldState(DeviceState):
 
     @property
     def lost(self) -> list[int]:
-        self.collect()
+        self.collect()  # whether the last graph failed is known only now
         return self._lost
 
     @property
@@ -91,11 +91,11 @@ class HeldState(DeviceState):
             The former contents of the user's tensors, for a trace, which may still have to compute them.
         """
         self.aliases = aliases_of(self.tensors)
-        # Not empty_like, whose results, like the device's tensors, would carry a growing history at each exchange.
+        # Don't use empty_like: its results, like the device's tensors, would accumulate history at each swap.
         self.state_aliases.empty()
         empty = self._empty or [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
         self.values = self._read_values() if values is None else values
-        # Set before the first exchange: from here on `values` is complete, and the user's tensors may not be.
+        # Set before the first swap: from here on `values` is complete, and the user's tensors may not be.
         self.held = True
         self._empty = []
         return [swap_value(tensor, nothing) for tensor, nothing in zip(self.tensors, empty, strict=True)]
@@ -115,7 +115,7 @@ class HeldState(DeviceState):
         `find_followers` separates them. Here the user's tensors get the new values at once, so that only a part of the
         state is in memory twice.
         """
-        if not self.given or driver().is_lazy:
+        if not self.may_be_donated or driver().is_lazy:
             return values
         shared = {i for i, _ in find_shared(self.aliases)}
         parts = list(group_by_bytes(values))
@@ -176,16 +176,16 @@ class HeldState(DeviceState):
         self._versions = [tensor._version for tensor in self.tensors]
         self._storages = list(map(storage_of, self.tensors))
 
-    def settle(self, placement: Placement) -> None:
+    def compute_changes(self, placement: Placement) -> None:
         """Compute the changes that user code has made to the tensors, because a graph takes only computed values.
 
         **This waits** if there are any.
         """
-        begun = find_pending(self.tensors)
-        if begun:
+        pending = find_pending(self.tensors)
+        if pending:
             placement.launch("transfer")
         if (
-            begun
+            pending
             or self._versions != [tensor._version for tensor in self.tensors]
             or self._storages != list(map(storage_of, self.tensors))
         ):
@@ -201,8 +201,8 @@ class HeldState(DeviceState):
         """
         if not self.tensors:
             return
-        copied = self.given and self._copies != driver().count_copies()
-        if self.given and others_wait(()):
+        copied = self.may_be_donated and self._copies != driver().count_copies()
+        if self.may_be_donated and others_wait(()):
             placement.launch("transfer")  # the user's pending tensors may be computed from these values
             wait("changed weights")
         others = self.state_aliases.search(self.tensors, everywhere=copied)

@@ -14,7 +14,7 @@ from ..backend.cores import Cores, CoresArgument
 from ..errors import ArgumentError, CoresError, StartError
 from ..utils import hardware, releases
 from ..utils.user_code import users_line, warn
-from .driver import Request, driver
+from .driver import CoresRequest, driver
 from .forks import guard_forks, refuse_fork
 
 _MOST = 1 << 20  # more cores than any device has
@@ -191,22 +191,22 @@ def versions() -> dict[str, str]:
     return {name: releases.version(name) or "none" for name in ("torch", driver().name)}
 
 
-def _parse(cores: CoresArgument) -> Request:
+def _parse(cores: CoresArgument) -> CoresRequest:
     if cores is None or (isinstance(cores, str) and cores == "auto"):
-        return Request(None, None)
+        return CoresRequest(None, None)
     if isinstance(cores, str) and cores.strip().isdecimal():
         cores = int(cores)
     if isinstance(cores, (int, np.integer)) and not isinstance(cores, bool) and 1 <= cores < _MOST:
-        return Request(int(cores), None)
+        return CoresRequest(int(cores), None)
     if isinstance(cores, (list, tuple)) and len(cores) == 1:
         index = cores[0]
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool) and 0 <= index < _MOST:
-            return Request(1, int(index))
+            return CoresRequest(1, int(index))
     known = "'auto', a count of at least 1 such as 8 or '8', or a list with one core's number from 0 such as [0]"
     raise ArgumentError(f"cores must be {known}; got {cores!r}")
 
 
-def _require_same(request: Request, now: Cores, cores: CoresArgument) -> None:
+def _require_same(request: CoresRequest, now: Cores, cores: CoresArgument) -> None:
     if request.count in (None, now.count) and request.index in (None, now.index):
         return
     several = f"{request.count} cores were" if request.count != 1 else "1 core was"

@@ -6,7 +6,7 @@ A donated tensor is gone once its graph has started, so nothing else may need it
   and constants may be inputs of the next step, too.
 - The user's copies of the state and tensors that aren't aliases get separate memory before a step, see
   `HeldState.separate`, `find_followers` and `unalias`.
-- A graph that won't run takes nothing: `Driver.keep` revokes its donation.
+- A graph that won't run takes nothing: `Driver.revoke_donation`.
 - If a graph fails after it has started, the state's values are lost, see `HeldState.lost`.
 
 `Target.donates` says whether a program's steps donate at all; on a CPU it depends on the size of the state

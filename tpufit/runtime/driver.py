@@ -30,7 +30,7 @@ _PACKAGES = {"torch_xla": "tpufit.drivers.xla", "torch_tpu": "tpufit.drivers.tor
 
 
 @dataclass(frozen=True)
-class Request:
+class CoresRequest:
     """The cores that a call requests: how many (None: all), and the number of a single core (None: any)."""
 
     count: int | None
@@ -77,7 +77,7 @@ class Driver(ABC):
         """
 
     @abstractmethod
-    def start(self, request: Request, cores: Any, asked_by: str) -> tuple[int, int, str, int]:
+    def start(self, request: CoresRequest, cores: Any, asked_by: str) -> tuple[int, int, str, int]:
         """Start the runtime on cores.
 
         Args:
@@ -119,7 +119,7 @@ class Driver(ABC):
         """Return the runtime's name of its kind of core, such as `"TPU v5 lite"` or `"cpu"`."""
 
     @abstractmethod
-    def cut_off(self) -> None:
+    def detach_forked_process(self) -> None:
         """Prevent a forked process from waiting for the device at its end."""
 
     # Placements
@@ -147,7 +147,7 @@ class Driver(ABC):
         """Copy one tensor, computed or being computed, to the host. **This waits**."""
 
     @abstractmethod
-    def reach(self, tensor: Tensor) -> None:
+    def wait_for(self, tensor: Tensor) -> None:
         """Wait until the device has computed a tensor, which may have rows on other hosts."""
 
     @abstractmethod
@@ -184,7 +184,10 @@ class Driver(ABC):
 
     @abstractmethod
     def identity(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's value; later values have higher numbers. Tensors with one value share it."""
+        """Return the number of a tensor's value, which tensors with one value share.
+
+        With a lazy driver later values have higher numbers.
+        """
 
     @abstractmethod
     def handles(self, tensors: Sequence[Tensor]) -> list[Hashable]:
@@ -254,12 +257,12 @@ class Driver(ABC):
         """Return the identity of a graph with these outputs and inputs; it may write over the donated inputs."""
 
     def outline_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
-        """Return a cheaper identity, which doesn't tell inputs of the same shape apart; None if the driver has none."""
+        """Return a cheaper identity, which ignores which of several inputs of one shape is used; None without one."""
         return None
 
     @abstractmethod
-    def keep(self, values: Sequence[Tensor]) -> None:
-        """Revoke the permission to write over these values, which a graph has that isn't run."""
+    def revoke_donation(self, values: Sequence[Tensor]) -> None:
+        """Revoke the donation of these values to a graph that won't run."""
 
     @abstractmethod
     def compile(self, trace: Trace) -> None:

@@ -32,13 +32,13 @@ def refuse_fork() -> None:
 
 def guard_forks() -> None:
     """Refuse the device to all processes forked from now on."""
-    os.register_at_fork(after_in_child=_cut_off)
+    os.register_at_fork(after_in_child=_detach_forked_process)
 
 
-def _cut_off() -> None:
+def _detach_forked_process() -> None:
     global forked
     forked = True
-    driver().cut_off()
+    driver().detach_forked_process()
     library = torch.library.Library("aten", "IMPL")
     _libraries.append(library)  # the registrations end with the object
     # Not `library.impl`, which refuses to replace the drivers' own kernels for some of these operations.

@@ -20,7 +20,7 @@ from .driver import driver, on_device
 from .pending_tensors import find_pending, handles
 from .placement import CorePlacement
 from .trace_seeds import Place, TraceSeeds
-from .transfer import reach
+from .transfer import wait_for
 
 _COMPUTED = object()  # in a template: a tensor that the graph computes
 
@@ -48,8 +48,8 @@ class Graph:
         result: The leaves of the body's result (a mark for a computed tensor or an input, else the value itself) and
             their nest.
         escaped: The number of tensors that the body stored outside of its result.
-        left: The output for each tensor of the result and for each tensor stored elsewhere, counted after the sums. A
-            body may return the same tensor twice.
+        output_indices: The output for each tensor of the result and for each tensor stored elsewhere, counted after the
+            sums. A body may return the same tensor twice.
         aliases: The state tensors that share memory afterwards.
         consumed: The state tensors whose old values the graph writes over.
         facts: The values in the user's Python before it was traced, see `python_state.facts`.
@@ -71,7 +71,7 @@ class Graph:
     summed: list[int]
     result: tuple[list[Any], TreeSpec]
     escaped: int
-    left: list[int]
+    output_indices: list[int]
     aliases: Aliases
     consumed: list[int]
     facts: Mapping[str, Any]
@@ -97,7 +97,7 @@ class Graph:
         """Describe the difference from the next trace of the same step, or return ""."""
         if self.outline != later.outline or (later.hash is not None and self.hash != later.hash):
             return "two traces of it gave different graphs, as its Python depends on something that changes"
-        parts = ("sources", "changed", "summed", "escaped", "left", "aliases", "places")
+        parts = ("sources", "changed", "summed", "escaped", "output_indices", "aliases", "places")
         if any(getattr(self, part) != getattr(later, part) for part in parts):
             return "two traces of it used different tensors"
         for before, after in zip(self.constants, later.constants, strict=True):
@@ -141,7 +141,7 @@ class Graph:
         # Don't wait if the graph has consumed the old state, which can't be restored then.
         if first and outputs[1] and not self.consumed:
             try:
-                reach(min(outputs[1], key=torch.numel), "capture")
+                wait_for(min(outputs[1], key=torch.numel), "capture")
             except RuntimeError:
                 del outputs[1]  # before `collect`, so that the state doesn't change
                 raise
@@ -150,7 +150,7 @@ class Graph:
         middle = len(self.changed)
         end = middle + len(self.summed)
         sums.tensors = replace_at(sums.tensors, self.summed, out[middle:end])
-        return [out[end + i] for i in self.left]
+        return [out[end + i] for i in self.output_indices]
 
     @property
     def superseded(self) -> bool:

@@ -33,8 +33,8 @@ class _Window:
     """The window of a convolution in one dimension."""
 
     stride: int
-    apart: int  # the kernel's dilation
-    holes: int  # the images' dilation
+    dilation: int  # of the kernel
+    image_dilation: int
     before: int  # the padding before the images
 
 
@@ -82,8 +82,8 @@ def _of_convolution(result: Shape, images: Shape, kernel: Shape, attributes: str
     for i in range(len(result) - 2):
         at = {key: value.split("x")[i] for key, value in given.items()}
         before = int(at.get("pad", "0_0").partition("_")[0])
-        stride, apart, holes = (int(at.get(key, 1)) for key in ("stride", "rhs_dilate", "lhs_dilate"))
-        windows.append(_Window(stride, apart, holes, before))
+        stride, dilation, image_dilation = (int(at.get(key, 1)) for key in ("stride", "rhs_dilate", "lhs_dilate"))
+        windows.append(_Window(stride, dilation, image_dilation, before))
     named = _named(labels[1], images), _named(labels[2], kernel), _named(labels[3], result)
     return _terms(*named, windows, _groups(attributes))
 
@@ -111,7 +111,7 @@ def _named(names: Sequence[str], shape: Shape) -> dict[str, int]:
 def _terms(
     images: dict[str, int], kernel: dict[str, int], result: dict[str, int], windows: list[_Window], groups: int
 ) -> int:
-    """Count the products that a convolution sums, without products with padding or holes."""
+    """Count the products that a convolution sums, without products with padding or the gaps of dilation."""
     # The kernel's shape already accounts for groups of features.
     terms = kernel["i"] * kernel["o"] * images["b"] // groups
     for i, window in enumerate(windows):
@@ -121,8 +121,8 @@ def _terms(
 
 def _overlaps(images: int, kernel: int, result: int, window: _Window) -> int:
     """Count the pairs of positions in result and kernel that meet a position of the images, in one dimension."""
-    places = (out * window.stride + k * window.apart - window.before for out in range(result) for k in range(kernel))
-    return sum(place % window.holes == 0 and 0 <= place // window.holes < images for place in places)
+    places = (out * window.stride + k * window.dilation - window.before for out in range(result) for k in range(kernel))
+    return sum(place % window.image_dilation == 0 and 0 <= place // window.image_dilation < images for place in places)
 
 
 def _groups(attributes: str) -> int:

@@ -82,8 +82,8 @@ class CapturedProgram(Program):
         super().__init__(jit_compile)
         donates = donate and sum(t.nbytes for t in state.tensors) >= placement.donates_from
         self._target = Target(placement, role, state, sums, donates, attention, kept)
-        state.given |= donates and placement.runs  # a preflight only records, and its device can't copy
-        self._strict = self._new = LENIENT
+        state.may_be_donated |= donates and placement.runs  # a preflight only records, and its device can't copy
+        self._strict = self._new_graphs = LENIENT
         self.audits = Audits(in_lockstep=placement.hosts > 1)
         self.change: tuple[str, int] | None = None
         self._matmul_precision = matmul_precision
@@ -139,9 +139,9 @@ class CapturedProgram(Program):
         self._met_obstacle = False
         self._compared.clear()
 
-    def begin_pass(self, strict: Strict, new: Strict) -> None:
+    def begin_pass(self, strict: Strict, new_graphs: Strict) -> None:
         self._strict = strict
-        self._new = new
+        self._new_graphs = new_graphs
         self.audits.begin_pass()
         if self._variables != driver().variables():  # the graphs were lowered with other values
             self._variables = driver().variables()
@@ -211,7 +211,7 @@ class CapturedProgram(Program):
     ) -> str | None:
         """Trace a step without running it, and describe how its graph differs; None if a value was read."""
         try:
-            with self._unrun(inputs, seeds, watch) as (before, new):
+            with self._tracing_without_running(inputs, seeds, watch) as (before, new):
                 capture = None
                 try:
                     capture = before.trace(body, new)
@@ -229,7 +229,7 @@ class CapturedProgram(Program):
         return None if watch.reads() else difference
 
     @contextmanager
-    def _unrun(
+    def _tracing_without_running(
         self, inputs: list[Tensor], seeds: list[int], watch: Glance | Watch
     ) -> Iterator[tuple[Before, list[Tensor]]]:
         """A context for a trace that isn't run; all changes are undone at its end.
@@ -261,16 +261,18 @@ class CapturedProgram(Program):
         with pause(), timed("audit"), driver().lowering(self._matmul_precision):
             self._hold()
             wait("audit")
-            with self._unrun(inputs, seeds, Glance()) as (before, new):
+            with self._tracing_without_running(inputs, seeds, Glance()) as (before, new):
                 capture = before.trace(sample, new)
-                self._graphs[self._make_graph_key(key)].sample = None if capture.obstacle else capture.unrun()
+                self._graphs[self._make_graph_key(key)].sample = (
+                    None if capture.obstacle else capture.build_for_comparison()
+                )
                 capture.compute_escaped()
 
     def _hold(self) -> None:
         """Take the state's values out of the user's tensors."""
         state = self._target.state
         if not state.held:
-            state.settle(self._target.placement)
+            state.compute_changes(self._target.placement)
             state.hold()
 
     def replay(self, key: Hashable, inputs: list[Tensor], seeds: list[int]) -> Any:
@@ -295,7 +297,7 @@ class CapturedProgram(Program):
         # Without strict, there is no watch, which takes time and isn't needed.
         watch = self._watch() if self._strict else nullcontext()
         if self._strict:
-            self._finish()
+            self._finish_pending_work()
         new: list[Tensor] = []
         with undoing(target.state) if self._strict else nullcontext(), noting_new(new):
             outputs = target.trace(body, inputs, target.trace_seeds(seeds), watch)
@@ -304,7 +306,7 @@ class CapturedProgram(Program):
     def _run_traced(self, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
         """Trace the step on a runtime that isn't lazy, so that its numbers equal a replay's."""
         target = self._target
-        self._finish()
+        self._finish_pending_work()
         with driver().tracing():
             with undoing(target.state), showing(target.state) as view:
                 capture = note_before(target, view, inputs, seeds, self._watch(), dict).trace(body, [])
@@ -315,7 +317,7 @@ class CapturedProgram(Program):
 
     def _capture(self, key: Hashable, inputs: list[Tensor], seeds: list[int], body: Body) -> Any:
         """Trace the step, compile its graph unless it equals the earlier graph, and run it."""
-        self._finish()
+        self._finish_pending_work()
         with driver().tracing():
             return self._capture_traced(key, inputs, seeds, body)
 
@@ -339,7 +341,7 @@ class CapturedProgram(Program):
         self.audits.note_capture(key, perf_counter() - began if known else None)
         if capture.obstacle:  # outside of `undoing`, because a failure now has consumed the state
             return capture.launch(capture.obstacle)
-        return capture.outputs if started is None else started.settle()
+        return capture.outputs if started is None else started.fill_tensors()
 
     def _prove(self, key: Hashable, capture: Capture) -> StartedGraph | None:
         """Compare a trace with the previous trace, compile its graph if it is new, and start it."""
@@ -381,7 +383,7 @@ class CapturedProgram(Program):
         known = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if known:
             difference = f"{known[0]} changed (from {before.get(known[0])!r} to {now.get(known[0])!r})"
-        self._new.refuse(
+        self._new_graphs.refuse(
             f"the {self._target.role} step needs another graph than the one that is replayed: {difference}"
         )
         count_capture(difference)
@@ -392,7 +394,7 @@ class CapturedProgram(Program):
         self.change = None
         return change
 
-    def _finish(self) -> None:
+    def _finish_pending_work(self) -> None:
         """Wait until everything is computed, because pending tensors have no memory to identify or restore."""
         target = self._target
         target.placement.launch("transfer")  # the user's pending work doesn't belong to the step

@@ -204,7 +204,7 @@ class _Region:
         self._seeds = seeds
         self._context_fn = context_fn
         self._residuals = Residuals() if keeps else None
-        self._begun = seeds.position()
+        self._seed_position = seeds.position()
         self._called = self._drew = False
         self._unsharding = trace_context().unsharding
         self.gradients: list[Tensor] = []  # of its outputs, once the backward pass has reached them
@@ -227,7 +227,7 @@ class _Region:
         in_block = nullcontext() if whole is None else whole.in_block()
         with in_block, nullcontext() if residuals is None else residuals.keep():
             outputs = self._compute(leaves)
-        self._drew = self._seeds.has_drawn_since(self._begun)
+        self._drew = self._seeds.has_drawn_since(self._seed_position)
         return outputs
 
     def _leave(self, output: Tensor) -> Tensor:
@@ -242,22 +242,22 @@ class _Region:
         # behind it too, because the region could otherwise be computed long before it is needed.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(self._weights.values())
         kept = [] if self._residuals is None else self._residuals.tensors
-        seed = [self._begun.base] if self._drew else []
-        apart = put_behind_barrier([*tensors, *kept, *self.gradients, *seed])
-        inputs = iter([copy.requires_grad_(t.requires_grad) for copy, t in zip(apart, tensors, strict=False)])
+        seed = [self._seed_position.base] if self._drew else []
+        copies = put_behind_barrier([*tensors, *kept, *self.gradients, *seed])
+        inputs = iter([copy.requires_grad_(t.requires_grad) for copy, t in zip(copies, tensors, strict=False)])
         leaves = tuple(next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         weights = {name: next(inputs) for name in self._weights}
         with ExitStack() as stack:
             if self._unsharding is not None:
-                behind = apart[0] if apart and not weights else None
+                behind = copies[0] if copies and not weights else None
                 stack.enter_context(self._unsharding.computing_again(self._weights, weights, behind))
             if self._residuals is not None:
-                stack.enter_context(self._residuals.reuse(apart[len(tensors) : len(tensors) + len(kept)]))
+                stack.enter_context(self._residuals.reuse(copies[len(tensors) : len(tensors) + len(kept)]))
             masks = trace_context().masks
             if masks is not None:
-                stack.enter_context(masks.watch_again(zip(apart, tensors, strict=False)))
+                stack.enter_context(masks.watch_again(zip(copies, tensors, strict=False)))
             if self._drew:
-                stack.enter_context(self._seeds.repeating(self._begun, apart[-1]))
+                stack.enter_context(self._seeds.repeating(self._seed_position, copies[-1]))
             return self._compute(leaves, weights)
 
 

@@ -30,7 +30,7 @@ def state_aliases_of(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> lis
     return [
         StateAlias(TensorWeakRef(others[alias.index - first]), alias)
         for alias in aliases_of([*tensors, *others])
-        if alias.index >= first > alias.owner and not alias.apart
+        if alias.index >= first > alias.owner and not alias.overlaps
     ]
 
 

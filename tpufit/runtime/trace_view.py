@@ -38,10 +38,10 @@ class TraceView:
 
     Args:
         state: The state, whose tensors show the values already.
-        begun: The slots at the beginning of the trace.
+        slots_before: The slots at the beginning of the trace.
         inputs: The values, which are the inputs of the graph and must have been computed.
         packed: The packed values among them, by index.
-        apart: The values, if the user's tensors show stand-ins for them (default: the tensors have the values).
+        hidden_values: The values, if the user's tensors show stand-ins for them (default: the tensors have the values).
 
     Attributes:
         memory: The identity of the memory of each value. The view doesn't keep the inputs, because some are the user's
@@ -51,17 +51,17 @@ class TraceView:
     def __init__(
         self,
         state: HeldState,
-        begun: Sequence[Slot],
+        slots_before: Sequence[Slot],
         inputs: Sequence[Tensor],
         packed: Mapping[int, Tensor],
-        apart: list[Tensor] | None = None,
+        hidden_values: list[Tensor] | None = None,
     ) -> None:
         self.memory = handles(inputs)
         self._state = state
-        self._begun = begun
+        self._slots_before = slots_before
         tensors = state.tensors
         self._packed = {i: _Packed(v, tensors[i]._version, storage_of(tensors[i])) for i, v in packed.items()}
-        self._apart = apart
+        self._hidden_values = hidden_values
         state.packed = frozenset(packed)
 
     @contextmanager
@@ -70,14 +70,14 @@ class TraceView:
 
         At its end the state adopts these tensors. If the Python fails, the slots get the former tensors back.
         """
-        begun = self._begun
-        self._begun = []  # so that afterwards a replaced tensor stays alive only if the user keeps it
+        slots_before = self._slots_before
+        self._slots_before = []  # so that afterwards a replaced tensor stays alive only if the user keeps it
         try:
             yield
         except BaseException:
-            _put_back(begun, self._state.slots())
+            _put_back(slots_before, self._state.slots())
             raise
-        self._adopt(_find_replaced(self._state.tensors, begun, self._state.slots()))
+        self._adopt(_find_replaced(self._state.tensors, slots_before, self._state.slots()))
 
     def _adopt(self, replaced: Mapping[int, Tensor]) -> None:
         """Replace tensors of the state, by index."""
@@ -127,7 +127,7 @@ class TraceView:
 
     def take_values(self) -> list[Tensor]:
         """Return the state's values in the device's order of dimensions, for `HeldState.hold`, and forget them."""
-        values = self._apart
+        values = self._hidden_values
         if values is None:
             values = [tensor.detach() for tensor in self._state.tensors]
         values = [self._packed[i].value if i in self._packed else value for i, value in enumerate(values)]
@@ -137,17 +137,17 @@ class TraceView:
     def end(self) -> None:
         """End a trace whose graph won't run: the user's tensors get their values back."""
         state = self._state
-        if self._apart is not None:
-            for tensor, value in zip(state.tensors, self._apart, strict=True):
+        if self._hidden_values is not None:
+            for tensor, value in zip(state.tensors, self._hidden_values, strict=True):
                 tensor.data = value
-            if self._packed or state.given:
+            if self._packed or state.may_be_donated:
                 link(state.tensors, state.aliases)
                 state.state_aliases.link(state.tensors)
         self.forget()
 
     def forget(self) -> None:
         """Release the values."""
-        self._apart = None
+        self._hidden_values = None
         self._packed = {}
         self._state.packed = ()
 
@@ -170,7 +170,7 @@ def showing(state: HeldState) -> Iterator[TraceView]:
 def _begin(state: HeldState) -> TraceView:
     """Let the user's tensors show values in the device's order of dimensions."""
     tensors = state.tensors
-    begun = state.slots()
+    slots_before = state.slots()
     values = list(tensors)
     state.aliases = aliases_of(values)
     driver().note_exposed(values)
@@ -189,7 +189,7 @@ def _begin(state: HeldState) -> TraceView:
         link(tensors, state.aliases)
     if packed:
         state.state_aliases.link(tensors)
-    return TraceView(state, begun, inputs, packed, None if driver().is_lazy else values)
+    return TraceView(state, slots_before, inputs, packed, None if driver().is_lazy else values)
 
 
 @contextmanager
@@ -204,7 +204,7 @@ def lending(state: HeldState) -> Iterator[TraceView]:
         shows[i] = reorder_for_user(value) if driver().is_lazy else _record_order(reorder_for_user, shows[i])
     before = state.tensors
     shardings = state.shardings
-    begun = state.slots()
+    slots_before = state.slots()
     with guarding(before):
         empty = [swap_value(tensor, value) for tensor, value in zip(before, shows, strict=True)]
         del shows  # else these tensors would follow the changes of the trace
@@ -219,7 +219,7 @@ def lending(state: HeldState) -> Iterator[TraceView]:
                 shown_by = dict(zip(map(id, views), alias_memory(views), strict=True))
                 inputs = [shown_by.get(id(t), value) for t, value in zip(before, inputs, strict=True)]
             state.state_aliases.link(before)
-            view = TraceView(state, begun, inputs, packed)
+            view = TraceView(state, slots_before, inputs, packed)
             yield view
         finally:
             if view is not None:
@@ -227,7 +227,7 @@ def lending(state: HeldState) -> Iterator[TraceView]:
             state.state_aliases.empty()
             state.tensors = before
             state.shardings = shardings
-            _put_back(begun, state.slots())
+            _put_back(slots_before, state.slots())
             for tensor, nothing in zip(before, empty, strict=True):
                 swap_value(tensor, nothing)
 

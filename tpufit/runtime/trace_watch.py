@@ -86,15 +86,15 @@ class Watch(TorchFunctionMode):
         self._looked = False  # True if the traced code has read a value
         self.fell_back: dict[str, str] = {}
         self.products: set[torch.dtype] = set()
-        self._begun: tuple[Counter[str], Hashable] = Counter(), ()
+        self._counts_before: tuple[Counter[str], Hashable] = Counter(), ()
         self._fallbacks: Counter[str] = Counter()
         self._thread = get_ident()
         self._profiles = False
 
     def __enter__(self) -> Watch:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._begun = device_counters.fallback_counts(), device_counters.count_reads()
-        self._fallbacks = self._begun[0]
+        self._counts_before = device_counters.fallback_counts(), device_counters.count_reads()
+        self._fallbacks = self._counts_before[0]
         self._profiles = sys.getprofile() is None  # else another profiler runs
         if self._profiles:
             sys.setprofile(self._profile)
@@ -124,7 +124,7 @@ class Watch(TorchFunctionMode):
 
     def reads(self) -> str:
         """Describe where the code has read a value; "" if it hasn't."""
-        fallbacks, looked = self._begun
+        fallbacks, looked = self._counts_before
         if not self.read_at and device_counters.count_reads() == looked:
             return ""
         operations = sorted(device_counters.fallback_counts() - fallbacks)

@@ -63,7 +63,7 @@ class TracedGraph:
 
 @dataclass(frozen=True)
 class StartedGraph:
-    """A graph that a trace has started, whose results the trace's tensors lack until `settle`."""
+    """A graph that a trace has started, whose results the trace's tensors lack until `fill_tensors`."""
 
     traced: TracedGraph
     graph: Graph  # the graph of the trace, or an earlier graph that equals it
@@ -71,7 +71,7 @@ class StartedGraph:
     former: list[Tensor]  # the traced tensors in their places
     results: list[Tensor]  # the values of the tensors that the body has returned or stored elsewhere
 
-    def settle(self) -> Any:
+    def fill_tensors(self) -> Any:
         """Give the trace's tensors their values, and return the body's result.
 
         No tensor of the trace stays pending, because it would be computed from memory that is gone.
@@ -84,9 +84,9 @@ class StartedGraph:
             tensor.data = value
         escaped = traced.escaped
         together = aliases_of(escaped)  # noted while they share memory, because each gets a separate value below
-        left = [*traced.computed, *escaped]
+        unfilled = [*traced.computed, *escaped]
         # A body may return the same tensor twice, which gets its value only once.
-        for tensor, value in {id(t): (t, value) for t, value in zip(left, self.results, strict=True)}.values():
+        for tensor, value in {id(t): (t, value) for t, value in zip(unfilled, self.results, strict=True)}.values():
             # PyTorch can't swap views without gradients, such as `h[:, 0]` of a prediction.
             if tensor._is_view() and not tensor.requires_grad:
                 tensor.data = value

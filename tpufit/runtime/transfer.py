@@ -90,10 +90,10 @@ def group_by_bytes(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         yield group
 
 
-def reach(tensor: Tensor, reason: str) -> None:
+def wait_for(tensor: Tensor, reason: str) -> None:
     """Wait until the device has computed a tensor, which may have rows on other hosts."""
     with waiting(reason), device_counters.role("transfer"):
-        driver().reach(tensor)
+        driver().wait_for(tensor)
 
 
 def fetch(nest: Any, reason: str) -> Any:

@@ -260,7 +260,7 @@ class CoreConnections:
         if failed:
             raise failed[0]
 
-    def settle(self, why: str) -> None:
+    def await_same_failure(self, why: str) -> None:
         """After an error of the first core, wait until the other cores have it too, or else fail.
 
         The caller has ensured that the first core has finished all other work.
@@ -301,7 +301,7 @@ class CoreConnections:
         """Return the number of the last message that all cores have handled."""
         return int(self._signs[:, Sign.DONE].min(initial=self._sent))
 
-    def reach(self, message: int) -> None:
+    def wait_for(self, message: int) -> None:
         """Wait until all cores have handled a message.
 
         Raises:

@@ -12,7 +12,7 @@ from itertools import chain
 
 from ...errors import CoresError
 from ...hosts import all_gather
-from ...runtime.driver import Request
+from ...runtime.driver import CoresRequest
 from ...utils import hardware
 from .host import Host
 from .private_names import names
@@ -25,7 +25,7 @@ def count_cores() -> int:
     return sum(chip.devices for chip in hardware.chips())
 
 
-def count_requested(request: Request, there: int) -> int:
+def count_requested(request: CoresRequest, there: int) -> int:
     """Return the number of cores that a call requests.
 
     `"auto"` means all cores of a TPU. Another plugin gives each process a core, so without a TPU `"auto"` means one
@@ -39,9 +39,9 @@ def count_requested(request: Request, there: int) -> int:
         CoresError: This host doesn't have these cores.
 
     Example:
-        >>> count_requested(Request(None, None), 8), count_requested(Request(None, None), 0)
+        >>> count_requested(CoresRequest(None, None), 8), count_requested(CoresRequest(None, None), 0)
         (8, 1)
-        >>> count_requested(Request(4, None), 8), count_requested(Request(1, 3), 8)
+        >>> count_requested(CoresRequest(4, None), 8), count_requested(CoresRequest(1, 3), 8)
         (4, 1)
     """
     index = request.index or 0

@@ -232,7 +232,7 @@ class CoreGroup(OneCore):
             tensors = [t if self.axis_of(t) is None else self._gather(t, collective) for t in tensors]
         return self._read(tensors)
 
-    def reach(self, tensor: Tensor) -> None:
+    def wait_for(self, tensor: Tensor) -> None:
         self._read([tensor])
 
     def read_rows(self, tensor: Tensor) -> Tensor:
@@ -259,12 +259,12 @@ class CoreGroup(OneCore):
     def _read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Read this host's parts of tensors."""
         parts = list(map(self._part, tensors))
-        self._reach(parts)
+        self._wait_for_all(parts)
         try:
             with computing():
                 own = [part.detach().cpu() for part in parts]
         except RuntimeError as error:
-            self._settle(str(error))
+            self._await_same_failure(str(error))
             raise
         return [self._join(t, value) for t, value in zip(tensors, own, strict=True)]
 
@@ -272,7 +272,7 @@ class CoreGroup(OneCore):
         if self.axis_of(tensor) is not None:
             return self.read([tensor])[0]
         if not names().is_materialized(tensor):
-            self._reach([tensor])
+            self._wait_for_all([tensor])
         return None
 
     def _join(self, tensor: Tensor, own: Tensor) -> Tensor:
@@ -283,13 +283,13 @@ class CoreGroup(OneCore):
         with self.lines.lock:
             number, block = self.lines.block(stride * self.lines.count)
             mine = self.lines.tell_of(Fetch(known.number, number, 0, stride), number)
-        self.lines.reach(mine)
+        self.lines.wait_for(mine)
         others = [block.tensor_at(core * stride, own.shape, own.dtype) for core in range(1, self.lines.count)]
         share = own.shape[known.axis]
         here = max(min(tensor.shape[known.axis] - self.own.start * share, len(self.own) * share), 0)
         return torch.cat([own, *others], known.axis).narrow(known.axis, 0, here)  # the rest is padding
 
-    def _reach(self, tensors: Sequence[Tensor]) -> None:
+    def _wait_for_all(self, tensors: Sequence[Tensor]) -> None:
         """Wait until tensors are computed, or raise an error if the cores have failed."""
         with computing():
             names().synchronize_list(list(tensors), False)
@@ -299,11 +299,11 @@ class CoreGroup(OneCore):
     def wait(self) -> None:
         self.lines.watch_while(super().wait)
 
-    def _settle(self, why: str) -> None:
+    def _await_same_failure(self, why: str) -> None:
         """After an error of the first core, wait until the other cores have it too, or else fail."""
         with suppress(RuntimeError):  # the same error
             self.wait()
-        self.lines.settle(why)
+        self.lines.await_same_failure(why)
 
     # Programs
 
@@ -319,7 +319,7 @@ class CoreGroup(OneCore):
             block.bytes[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             mine = self.lines.tell_of(Compile(program, number, len(data)), number)
         run, loaded = compile_text(text, self.own.start, self.count)
-        self.lines.reach(mine)
+        self.lines.wait_for(mine)
         split = [
             _Split(i, tuple(outputs[i].shape), outputs[i].dtype, axis)
             for i, axis in enumerate(axes)
@@ -359,7 +359,7 @@ class CoreGroup(OneCore):
         start = self._start
         self._start = _Start()
         if not outputs:
-            self._settle(repr(sys.exc_info()[1]))
+            self._await_same_failure(repr(sys.exc_info()[1]))
             return
         with self.lines.lock:
             del self._tensors.forgotten[: start.forgotten]

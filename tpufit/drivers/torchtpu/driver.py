@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...backend import Cores, Placement
 from ...hosts import collective
 from ...runtime import device_counters
-from ...runtime.driver import Driver, Request, Trace
+from ...runtime.driver import CoresRequest, Driver, Trace
 from ...runtime.trace_seeds import Place, TraceSeeds
 from . import core_environments, dropout_bits, start
 from .absent_cores import AbsentSeeds, AbsentTpu, ValuelessCores, wake_without_device
@@ -60,7 +60,7 @@ class TorchTpuDriver(Driver):
     def load(self) -> None:
         start.load()
 
-    def start(self, request: Request, cores: Any, asked_by: str) -> tuple[int, int, str, int]:
+    def start(self, request: CoresRequest, cores: Any, asked_by: str) -> tuple[int, int, str, int]:
         prepared = start.start(request, cores, asked_by, self._interrupted)
         self._interrupted = prepared if isinstance(prepared, CoreGroup) else None
         if self._interrupted is not None:
@@ -97,8 +97,8 @@ class TorchTpuDriver(Driver):
     def kind_of(self) -> str:
         return str(names().device_attributes().get("device_kind", "cpu"))
 
-    def cut_off(self) -> None:
-        start.cut_off()
+    def detach_forked_process(self) -> None:
+        start.skip_wait_at_exit()
 
     # Placements
 
@@ -130,8 +130,8 @@ class TorchTpuDriver(Driver):
         shown = None if self._session is None else self._session.find_value(tensor)
         return tensor if shown is None else shown
 
-    def reach(self, tensor: Tensor) -> None:
-        self._cores.reach(self._value_of(tensor))
+    def wait_for(self, tensor: Tensor) -> None:
+        self._cores.wait_for(self._value_of(tensor))
 
     def split_axis(self, tensor: Tensor) -> int | None:
         return self._cores.axis_of(tensor)
@@ -180,8 +180,8 @@ class TorchTpuDriver(Driver):
     def _put_behind(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         session = self._session
         if session is None:
-            apart: list[Tensor] = names().barrier(list(tensors))
-            return apart
+            copies: list[Tensor] = names().barrier(list(tensors))
+            return copies
         # PyTorch's activation checkpointing records each operation, and must not see this one.
         with noting(), _disable_current_modes():
             session.note(tensors)
@@ -256,7 +256,7 @@ class TorchTpuDriver(Driver):
         axes = tuple(map(self._cores.axis_of, values))
         return self._session.build(roots, values).digest(donated), axes, str(names().get_precision())
 
-    def keep(self, values: Sequence[Tensor]) -> None:
+    def revoke_donation(self, values: Sequence[Tensor]) -> None:
         pass
 
     def compile(self, trace: Trace) -> None:

@@ -86,7 +86,7 @@ class OneCore:
         """Wait until user code can read a tensor. Return the value if the tensor itself doesn't have it, else None."""
         return None
 
-    def reach(self, tensor: Tensor) -> None:
+    def wait_for(self, tensor: Tensor) -> None:
         """Wait until a tensor is computed. **This waits**."""
         self.read([tensor])
 
@@ -114,9 +114,9 @@ class OneCore:
         if not tensors:
             return []
         with computing(), torch.no_grad():
-            apart: list[Tensor] = names().barrier([tensor.detach() for tensor in tensors])
-            names().synchronize_list(apart, False)
-        return apart
+            copies: list[Tensor] = names().barrier([tensor.detach() for tensor in tensors])
+            names().synchronize_list(copies, False)
+        return copies
 
     def wait(self) -> None:
         """Wait until the device has done all started work."""

@@ -12,7 +12,7 @@ import torch
 from ...backend.cores import CoresArgument
 from ...errors import CoresError, HostError, StartError, VersionError, say_count
 from ...hosts import connect, is_connected, note_place
-from ...runtime.driver import Request
+from ...runtime.driver import CoresRequest
 from ...runtime.ops.lowerings import lower_missing
 from ...utils import hardware, releases
 from ...utils.defer_import import defer_import
@@ -96,7 +96,7 @@ def platform() -> str:
     return "TPU" if hardware.chips() else "CPU"
 
 
-def start(request: Request, cores: CoresArgument, asked_by: str, interrupted: CoreGroup | None) -> OneCore:
+def start(request: CoresRequest, cores: CoresArgument, asked_by: str, interrupted: CoreGroup | None) -> OneCore:
     """Start TorchTPU on one core, or prepare it on several, which `CoreGroup.begin` starts.
 
     Several hosts are connected first, because the runtime's start waits for all hosts, without an error if one is
@@ -145,10 +145,10 @@ def start(request: Request, cores: CoresArgument, asked_by: str, interrupted: Co
                 torch.zeros(1).to("tpu")
             start_core()
 
-    return CoreGroup(environments, start_first, cut_off, host)
+    return CoreGroup(environments, start_first, skip_wait_at_exit, host)
 
 
-def _count_on(host: Host, request: Request, cores: CoresArgument) -> int:
+def _count_on(host: Host, request: CoresRequest, cores: CoresArgument) -> int:
     """Return the number of cores that a call requests, on all hosts together."""
     there = core_environments.count_cores()
     if host.count == 1:
@@ -196,7 +196,7 @@ def teach(on: str) -> None:
     mend_kernels(on)
 
 
-def cut_off() -> None:
+def skip_wait_at_exit() -> None:
     """Prevent this process from waiting at its end for the device, which may never answer."""
     atexit.unregister(names().shut_down)
     libc = ctypes.CDLL(None)

@@ -33,7 +33,7 @@ def read(tensors: Sequence[Tensor], collective: bool) -> list[Tensor]:
     return values
 
 
-def reach(tensor: Tensor) -> None:
+def wait_for(tensor: Tensor) -> None:
     """Wait until the device has computed a tensor; other hosts may own some of its rows."""
     xla()._xla_sync_multi([tensor], devices=[], wait=True, sync_xla_data=False)
     spec = xla()._get_xla_sharding_spec(tensor)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ... import hosts
 from ...backend import Cores, Placement
 from ...runtime import device_counters
-from ...runtime.driver import Driver, Request, Trace
+from ...runtime.driver import CoresRequest, Driver, Trace
 from ...runtime.trace_seeds import Place, TraceSeeds
 from ...utils import hardware
 from ...utils.replacing_attributes import replacing_attributes
@@ -62,12 +62,12 @@ class XlaDriver(Driver):
             self._wish = os.environ.get("PJRT_DEVICE")
         import_runtime()
 
-    def start(self, request: Request, cores: Any, asked_by: str) -> tuple[int, int, str, int]:
+    def start(self, request: CoresRequest, cores: Any, asked_by: str) -> tuple[int, int, str, int]:
         return start(request, cores, asked_by, self._wish)
 
     def start_absent(self, count: int) -> str:
         self.load()
-        return self.start(Request(count, None), count, "preflight")[2]
+        return self.start(CoresRequest(count, None), count, "preflight")[2]
 
     def connect_hosts(self, processes: int) -> None:
         shared = store()
@@ -99,7 +99,7 @@ class XlaDriver(Driver):
         chips = hardware.chips() if runtime.device_type() == "TPU" else []
         return _KINDS.get(chips[0].name, chips[0].name) if chips else "cpu"
 
-    def cut_off(self) -> None:
+    def detach_forked_process(self) -> None:
         # Two exit handlers wait for the device: torch_xla's, and the C++ destructors, before which the process exits.
         atexit.unregister(sys.modules["torch_xla"]._prepare_to_exit)
         libc = ctypes.CDLL(None)
@@ -126,8 +126,8 @@ class XlaDriver(Driver):
         value: Tensor = xla()._xla_get_cpu_tensors([tensor])[0]
         return value
 
-    def reach(self, tensor: Tensor) -> None:
-        copy_to_host.reach(tensor)
+    def wait_for(self, tensor: Tensor) -> None:
+        copy_to_host.wait_for(tensor)
 
     def split_axis(self, tensor: Tensor) -> int | None:
         return copy_to_host.split_axis(tensor)
@@ -207,7 +207,7 @@ class XlaDriver(Driver):
             graph_hash: Hashable = xla()._get_graph_hash(list(roots))
         return graph_hash
 
-    def keep(self, values: Sequence[Tensor]) -> None:
+    def revoke_donation(self, values: Sequence[Tensor]) -> None:
         for value in values:
             xla()._set_buffer_donation(value, False)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...backend.cores import CoresArgument
 from ...errors import CoresError
-from ...runtime.driver import Request
+from ...runtime.driver import CoresRequest
 from ...runtime.ops.lowerings import lower_missing
 from ...utils import hardware
 from ...utils.defer_import import defer_import
@@ -30,7 +30,7 @@ _CPU_FLAGS = "--xla_cpu_enable_fast_min_max=false --xla_backend_optimization_lev
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0: all, 1: warnings, 2: errors, 3: fatal errors
 
 
-def start(request: Request, cores: Any, asked_by: str, wish: str | None) -> tuple[int, int, str, int]:
+def start(request: CoresRequest, cores: Any, asked_by: str, wish: str | None) -> tuple[int, int, str, int]:
     """Start torch_xla on these cores, see `Driver.start`; `wish` is the user's `PJRT_DEVICE`, or None."""
     runtime = import_runtime()
     started = runtime._XLAC._xla_runtime_is_initialized()
@@ -119,7 +119,7 @@ def _set_flags() -> None:
 
 
 def _choose(
-    request: Request, available: int, platform: str, started: bool, spmd: bool, cores: CoresArgument
+    request: CoresRequest, available: int, platform: str, started: bool, spmd: bool, cores: CoresArgument
 ) -> tuple[int, int]:
     """Return the core's index and the number of cores, out of `available`; errors name the cores of this host."""
     who = "this process was started with" if started else "this host has"

@@ -27,7 +27,7 @@ class XlaSeeds(TraceSeeds):
     def __init__(self, device: str, seeds: Sequence[int]) -> None:
         super().__init__(seeds)
         self._device = device
-        self._begun: list[int] = []  # the seeds of the current step so far: its own, then the user's
+        self._seeds_so_far: list[int] = []  # of the current step: its own, then the user's
         self.places: dict[int, Place] = {}
         self._base = self._first_base()
 
@@ -44,13 +44,13 @@ class XlaSeeds(TraceSeeds):
         return base
 
     def _begin_step(self, seed: int) -> Tensor:
-        self._begun = []
+        self._seeds_so_far = []
         base = self._begin_users(seed)
-        self.places.setdefault(self._begun[0], (self._step, 0))
+        self.places.setdefault(self._seeds_so_far[0], (self._step, 0))
         return base
 
     def _begin_users(self, seed: int) -> Tensor:
-        self._begun.append(to_signed(seed))
+        self._seeds_so_far.append(to_signed(seed))
         self._set(seed)
         return self._first_base()
 
@@ -59,7 +59,7 @@ class XlaSeeds(TraceSeeds):
 
     def _go_to(self, native: Any) -> None:
         if native not in self.places:
-            seeds = list(self._begun)
+            seeds = list(self._seeds_so_far)
             count = 0
             while native not in seeds:
                 seeds = [to_signed(seed * _FACTOR + _ADDED) for seed in seeds]
