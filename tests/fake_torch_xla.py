@@ -51,8 +51,8 @@ def install(
     runtime.use_spmd = use_spmd
     for kernels in (
         "lower_missing",
-        "mend_kernels",
-        "mend_syncs",
+        "patch_kernels",
+        "patch_syncs",
         "narrow_indices",
     ):  # these wrap torch_xla's kernels, which the fake lacks
         monkeypatch.setattr(f"tpufit.drivers.xla.start.{kernels}", lambda *key: None)

@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from tpufit.drivers.torchtpu.core_tensors import CoreTensors, Given
+from tpufit.drivers.torchtpu.core_tensors import CorePart, CoreTensors
 
 
 def note(known, *numbers, **options):
@@ -72,7 +72,7 @@ def test_a_tensor_that_outlives_the_rest_of_many_batches_stays_known():
 def test_the_part_of_a_split_tensor_is_freed_with_the_tensor():
     known = CoreTensors()
     parts = [torch.ones(1, 3), torch.ones(1, 3)]
-    first, second = note(known, 1, 2, axes=[0, 0], given=[Given([part]) for part in parts])
+    first, second = note(known, 1, 2, axes=[0, 0], parts=[CorePart([part]) for part in parts])
     first.add_(1)  # a split tensor is only a placeholder
     assert known.find(first).axis == 0 and known.find(first).stand_in(first) is parts[0]
     freed, kept = map(weakref.ref, parts)

@@ -219,7 +219,7 @@ def test_steps_on_the_host_need_no_runtime_and_cores_do(monkeypatch):
 def test_auto_is_a_gpu_without_a_tpu(monkeypatch, versions):
     fake = fake_torch_xla.install(monkeypatch, platform="CPU", devices=8)
     monkeypatch.setattr(releases, "version", versions.get)
-    monkeypatch.setattr(devices, "_WISH", None)
+    monkeypatch.setattr(devices, "_REQUESTED_DEVICE", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert (devices.platform(), devices.process_count(), devices.get_settled_cores()) == ("CUDA", 1, None)
@@ -233,10 +233,10 @@ def test_auto_is_a_gpu_without_a_tpu(monkeypatch, versions):
         start(8)
 
 
-@pytest.mark.parametrize("instead", ["a count", "a wish", "a TPU", "steps on the host"])
+@pytest.mark.parametrize("instead", ["a count", "PJRT_DEVICE", "a TPU", "steps on the host"])
 def test_a_gpu_is_ignored_if_another_device_is_requested(monkeypatch, instead):
     fake_torch_xla.install(monkeypatch, platform="TPU" if instead == "a TPU" else "CPU", devices=8)
-    monkeypatch.setattr(devices, "_WISH", "CPU" if instead == "a wish" else None)
+    monkeypatch.setattr(devices, "_REQUESTED_DEVICE", "CPU" if instead == "PJRT_DEVICE" else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chips = [CHIPS["0x0063"]] if instead == "a TPU" else []
     monkeypatch.setattr(devices.hardware, "chips", lambda: chips)

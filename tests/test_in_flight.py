@@ -47,4 +47,4 @@ def test_all_roles_and_models_run_ahead_by_three_times_one_limit(place):
 def test_on_the_host_no_step_is_pending():
     result = torch.ones(1)
     under_way = HOST.in_flight()
-    assert under_way.add(result, 1 << 40) is result and HOST.most_in_flight == 0
+    assert under_way.add(result, 1 << 40) is result and HOST.max_in_flight == 0

@@ -85,12 +85,12 @@ def test_a_thread_waits_for_a_call_or_is_admitted():
     turns = Turns()
     order = []
 
-    def call(name, alone=False):
-        with turns.taking_turn(name, alone):
+    def call(name, exclusive=False):
+        with turns.taking_turn(name, exclusive):
             order.append(name)
 
     with turns.taking_turn("fit"):
-        thread, _ = in_thread(lambda: call("predict"), lambda: call("fit", alone=True))
+        thread, _ = in_thread(lambda: call("predict"), lambda: call("fit", exclusive=True))
         waits_for(turns)
         with turns.taking_turn("predict"):  # the same thread may continue
             order.append("callback")
@@ -106,8 +106,8 @@ def test_reading_data_lends_the_device_to_short_calls_only():
     turns = Turns()
     done = threading.Event()
 
-    def take(call, alone=False):
-        with turns.taking_turn(call, alone):
+    def take(call, exclusive=False):
+        with turns.taking_turn(call, exclusive):
             pass
 
     def read():
@@ -116,7 +116,7 @@ def test_reading_data_lends_the_device_to_short_calls_only():
 
     with turns.taking_turn("fit"):
         with turns.lending():
-            second, _ = in_thread(lambda: take("fit", alone=True), done.set)
+            second, _ = in_thread(lambda: take("fit", exclusive=True), done.set)
             waits_for(turns)
             thread, answers = in_thread(read)
             thread.join(120)
@@ -133,7 +133,7 @@ def test_many_threads_never_overlap():
 
     def work(name):
         for i in range(200):
-            with turns.taking_turn(name, alone=i % 5 == 0):
+            with turns.taking_turn(name, exclusive=i % 5 == 0):
                 met.extend(inside)
                 inside.append(name)
                 time.sleep(0)

@@ -159,7 +159,7 @@ class Model(StepMethods):
                 return object.__getattribute__(self, name)  # raises Python's error, or the error in a user's property
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}: {sentence}")
 
-    @in_turn(alone=True)
+    @in_turn(exclusive=True)
     @explain_arguments
     def compile(
         self,
@@ -307,7 +307,7 @@ class Model(StepMethods):
             self.loss_weights = loss_weights
         self._engine = Engine(self, config, before)
 
-    @in_turn(alone=True)
+    @in_turn(exclusive=True)
     @explain_arguments
     def fit(
         self,
@@ -458,7 +458,7 @@ class Model(StepMethods):
             _by_compiler,
         )
 
-    @in_turn(alone=True)
+    @in_turn(exclusive=True)
     def preflight(
         self, x: Any = None, y: Any = None, batch_size: Any = None, *, tpu: Any = "v5e-8", **others: Any
     ) -> Any:
@@ -639,7 +639,7 @@ class Model(StepMethods):
             passes.predict(engine, data, all_callbacks, predictions.add if wanted else lambda outputs: None, local)
         return predictions.result()
 
-    @in_turn(alone=True)
+    @in_turn(exclusive=True)
     def lr_find(
         self,
         x: Any = None,
@@ -709,7 +709,7 @@ class Model(StepMethods):
         host_consistency.move_model(engine, placement)
         return find(engine, data, sweep, seed)
 
-    @in_turn(alone=True)
+    @in_turn(exclusive=True)
     def train_on_batch(
         self,
         x: Any,
@@ -1367,7 +1367,7 @@ class Model(StepMethods):
         require_path("filepath", filepath)
         export(filepath, self._engine, example)
 
-    @in_turn(alone=True)
+    @in_turn(exclusive=True)
     def to_cpu(self) -> nn.Module:
         """Move the module and the optimizer's state back to the host, in place. The next `fit` moves them again.
 
@@ -1454,7 +1454,7 @@ def _by_compiler(engine: Engine, train: TrainingData, cores: Cores, memory: int)
     return largest_batch(engine, train, cores, memory)
 
 
-@in_turn(alone=True)
+@in_turn(exclusive=True)
 def load(path: str | os.PathLike[str], net: nn.Module, compile: bool = True, *, which: str = "newest") -> Model:
     """Load a model with its saved weights, optimizer and arguments of `compile`.
 

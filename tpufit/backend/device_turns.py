@@ -22,11 +22,11 @@ from ..utils.garbage_collector import collector
 from ..utils.tracebacks import fold
 from ..utils.user_code import find_line_of_thread, warn
 
-_LOOK = 0.25  # seconds between two checks of the thread that has the device
+_POLL_SECONDS = 0.25  # between two checks of the thread that has the device
 # Seconds for which that thread may stay at one instruction outside PyTorch and tpufit. After that it counts as blocked,
 # perhaps in a callback that waits for the thread that waits here.
 _PATIENCE = 10.0
-_SILENCE = 60.0  # seconds of waiting before a warning
+_WARN_SECONDS = 60.0  # of waiting before a warning
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -34,10 +34,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 class _Waiter:
     """A thread that waits for the device."""
 
-    def __init__(self, call: str, alone: bool = False, resumes: bool = False) -> None:
+    def __init__(self, call: str, exclusive: bool = False, resumes: bool = False) -> None:
         self.thread = threading.get_ident()
         self.call = call
-        self.alone = alone  # its call can't run between two steps of another call
+        self.exclusive = exclusive  # its call can't run between two steps of another call
         self.resumes = resumes  # its call has already begun, and has let another call in
         self.granted = threading.Lock()
         self.granted.acquire()
@@ -64,18 +64,18 @@ class Turns:
         self._suspended: list[_Waiter] = []  # calls that have let other calls in, outermost first
 
     @contextmanager
-    def taking_turn(self, call: str, alone: bool = False) -> Iterator[None]:
+    def taking_turn(self, call: str, exclusive: bool = False) -> Iterator[None]:
         """A context in which no other thread uses the device.
 
         Args:
             call: The calling method, for messages.
-            alone: True for a call that can't run between two steps of another call (default False).
+            exclusive: True for a call that can't run between two steps of another call (default False).
 
         Raises:
             BusyError: The thread that has the device may be waiting for this thread; or this is a host of a pod, where
                 all hosts would have to let the same thread in at the same step.
         """
-        self._take(call, alone)
+        self._take(call, exclusive)
         try:
             yield
         finally:
@@ -119,11 +119,11 @@ class Turns:
         thread, call = self._find_current_call(outermost=True)
         return "" if thread in (0, threading.get_ident()) else _name_thread(thread, call)
 
-    def _take(self, call: str, alone: bool) -> None:
+    def _take(self, call: str, exclusive: bool) -> None:
         if self._process != os.getpid():  # a fork has none of the other threads
             self._begin()
         if self._owner != threading.get_ident():
-            own = _Waiter(call, alone)
+            own = _Waiter(call, exclusive)
             if not self._try_to_take(own):
                 self._wait(own)
         self._calls.append(call)
@@ -160,7 +160,7 @@ class Turns:
     def _may_have(self, waiter: _Waiter) -> bool:
         if waiter.resumes:
             return self._suspended[-1:] == [waiter]
-        return not (waiter.alone and self._suspended)
+        return not (waiter.exclusive and self._suspended)
 
     def _pass_on(self) -> None:
         """Give the device to the first waiting thread that may have it; without such a thread, release it."""
@@ -215,14 +215,14 @@ class Turns:
             self._waiting.remove(own)
             return
         began = since = monotonic()
-        stands: tuple[CodeType, int] | None = None
+        last_instruction: tuple[CodeType, int] | None = None
         told = False
         try:
-            while not own.granted.acquire(timeout=_LOOK):
+            while not own.granted.acquire(timeout=_POLL_SECONDS):
                 now = monotonic()
-                place = self._find_instruction()
-                if place is None or place != stands:
-                    stands = place
+                instruction = self._find_instruction()
+                if instruction is None or instruction != last_instruction:
+                    last_instruction = instruction
                     since = now
                 elif now - since > _PATIENCE:
                     thread, call = self._find_current_call()
@@ -231,10 +231,10 @@ class Turns:
                         f"{find_line_of_thread(thread)} for {_PATIENCE:g} s, and may be waiting for this thread. Call "
                         f"{own.call} in that thread, or don't let that thread wait for this one"
                     )
-                if not told and now - began > _SILENCE:
+                if not told and now - began > _WARN_SECONDS:
                     told = True
                     current = _name_thread(*self._find_current_call())
-                    warn(f"{own.call} has been waiting for {current} for {_SILENCE:g} s")
+                    warn(f"{own.call} has been waiting for {current} for {_WARN_SECONDS:g} s")
         except BaseException:
             self._give_up(own)
             raise
@@ -269,14 +269,14 @@ def _name_thread(thread: int, call: str) -> str:
 turns = Turns()
 
 
-def in_turn(alone: bool = False) -> Callable[[_Method], _Method]:
+def in_turn(exclusive: bool = False) -> Callable[[_Method], _Method]:
     """Decorate a method that needs the device to itself, see `Turns.taking_turn`."""
 
     def decorate(method: _Method) -> _Method:
         @wraps(method)
         def waiting(*args: Any, **named: Any) -> Any:
             try:
-                with turns.taking_turn(method.__name__, alone):
+                with turns.taking_turn(method.__name__, exclusive):
                     return method(*args, **named)
             except BaseException as error:
                 fold(error)  # every public method that may compute passes through here

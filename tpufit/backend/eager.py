@@ -45,7 +45,7 @@ class EagerPlacement(Placement):
         return torch.cuda.max_memory_allocated(self.where) if self.where.type == "cuda" else None
 
     @property
-    def most_in_flight(self) -> int:
+    def max_in_flight(self) -> int:
         return 0
 
     def send(self, tensors: Sequence[Tensor], sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE) -> list[Tensor]:

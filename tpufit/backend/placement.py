@@ -131,7 +131,7 @@ class Placement(ABC):
 
     @property
     @abstractmethod
-    def most_in_flight(self) -> int:
+    def max_in_flight(self) -> int:
         """The number of steps of one role that may be pending; all roles and models together may have three times as
         many."""
 
@@ -178,4 +178,4 @@ class Placement(ABC):
 
     @abstractmethod
     def in_flight(self) -> InFlight:
-        """Return the back-pressure of the steps of one pass."""
+        """Return the limiter of the pending steps of one pass."""

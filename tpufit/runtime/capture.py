@@ -41,7 +41,7 @@ from .pending_tensors import (
     identity,
     index_by_memory,
     noting_new,
-    others_wait,
+    others_are_pending,
     put_behind_barrier,
 )
 from .state_aliases import state_aliases_of
@@ -111,7 +111,7 @@ class Before:
         young = [tensor for tensor in young if id(tensor) not in replaced]
         released = list(map(TensorWeakRef, former))
         former.clear()
-        obstacle = self.watch.reads() or _describe_leftover(self.target)
+        obstacle = self.watch.describe_read() or _describe_leftover(self.target)
         if obstacle and driver().is_lazy:
             self.view.end()
         return Capture(self, outputs, obstacle, new, young, released)
@@ -286,20 +286,20 @@ class Capture:
         every = (*self.new, *replaced, *state_aliases, *driver().find_written())
         among = list({id(t): t for t in every}.values())  # a state alias may also be in `new`
 
-        waiting = find_pending_elsewhere(known, among)
-        if searches and others_wait([*known, *waiting]):
+        pending = find_pending_elsewhere(known, among)
+        if searches and others_are_pending([*known, *pending]):
             # Among all tensors, e.g. the user's state that is older than the trace.
-            waiting = find_pending_elsewhere(known)
-        waiting = _leave_out_inner(waiting)
+            pending = find_pending_elsewhere(known)
+        pending = _leave_out_inner(pending)
         inputs = set(map(id, before.inputs))
-        waiting.sort(key=lambda tensor: id(tensor) not in inputs)
+        pending.sort(key=lambda tensor: id(tensor) not in inputs)
 
         # A copy that is older than the trace isn't the body's, unless it was a tensor of the state or a state_alias.
         older = set(map(id, self.young)) - set(map(id, [*replaced, *state_aliases]))
-        left_out = {*map(id, known), *map(id, waiting), *older}
+        left_out = {*map(id, known), *map(id, pending), *older}
         others = _leave_out_inner([t for t in among if id(t) not in left_out])
         memory = set(before.view.memory)
-        return waiting + [t for t in others if has_value(t) and handles([t])[0] in memory]
+        return pending + [t for t in others if has_value(t) and handles([t])[0] in memory]
 
     def launch(self, cause: str) -> Any:
         """Run this trace, which can't be replayed for this reason, and return the body's result."""
@@ -395,7 +395,7 @@ def _find_outputs(own: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[list
         wanted: The tensors.
     """
     taken = set(map(identity, own))
-    waiting = set(find_pending(wanted))
+    pending = set(find_pending(wanted))
     outputs: list[Tensor] = []
     found: dict[int, int] = {}
     indices = []
@@ -403,6 +403,6 @@ def _find_outputs(own: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[list
         which = identity(tensor)
         if which not in found:
             found[which] = len(outputs)
-            outputs += [tensor] if i in waiting and which not in taken else put_behind_barrier([tensor])
+            outputs += [tensor] if i in pending and which not in taken else put_behind_barrier([tensor])
         indices.append(found[which])
     return outputs, indices

@@ -11,7 +11,7 @@ from ..backend.device_state import no_slots
 from ..errors import StateLostError
 from .aliases import Aliases, aliases_of, find_shared, link, storage_of
 from .driver import driver, on_device
-from .pending_tensors import compute, find_pending, handles, has_value, link_now, others_wait, wait
+from .pending_tensors import compute, find_pending, handles, has_value, link_now, others_are_pending, wait
 from .state_aliases import StateAliases
 from .transfer import copy_into, group_by_bytes, swap_value, to_host
 from .weight_packing import Packing
@@ -202,7 +202,7 @@ class HeldState(DeviceState):
         if not self.tensors:
             return
         copied = self.may_be_donated and self._copies != driver().count_copies()
-        if self.may_be_donated and others_wait(()):
+        if self.may_be_donated and others_are_pending(()):
             placement.launch("transfer")  # the user's pending tensors may be computed from these values
             wait("changed weights")
         others = self.state_aliases.search(self.tensors, everywhere=copied)

@@ -18,7 +18,7 @@ from .driver import CoresRequest, driver
 from .forks import guard_forks, refuse_fork
 
 _MOST = 1 << 20  # more cores than any device has
-_WISH = os.environ.get("PJRT_DEVICE")  # read before torch_xla sets the variable itself
+_REQUESTED_DEVICE = os.environ.get("PJRT_DEVICE")  # read before torch_xla sets the variable itself
 
 
 _settled: Cores | None = None
@@ -152,7 +152,7 @@ def platform() -> str:
 
 def _means_gpu() -> bool:
     """True if `"auto"` means a GPU: PyTorch has a GPU, there is no TPU, and PJRT_DEVICE isn't set."""
-    return _WISH is None and not hardware.chips() and torch.cuda.is_available()
+    return _REQUESTED_DEVICE is None and not hardware.chips() and torch.cuda.is_available()
 
 
 def _warn_of_other_gpus(index: int) -> None:

@@ -22,7 +22,7 @@ class RunsAhead(InFlight):
 
     Many short steps may be pending, because a wait takes as long as the call of a step. Only two long steps may be
     pending, because a signal waits for all of them, and each keeps its batch in memory. The seconds, the bytes of
-    batches and the number of steps are limits for all pending steps, see `Placement.most_in_flight`.
+    batches and the number of steps are limits for all pending steps, see `Placement.max_in_flight`.
     """
 
     def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, *, most: int) -> None:

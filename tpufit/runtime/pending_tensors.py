@@ -90,17 +90,17 @@ def find_pending_elsewhere(known: Iterable[Tensor], among: Sequence[Tensor] | No
     known_ids = {id(tensor) for tensor in known}
     tensors = [tensor for tensor in (find_alive() if among is None else among) if id(tensor) not in known_ids]
     try:
-        waiting = [tensors[i] for i in find_pending(tensors)]
+        pending = [tensors[i] for i in find_pending(tensors)]
     except RuntimeError:  # a tensor has neither a value nor pending work, e.g. while another thread reads it
-        waiting = [tensor for tensor in tensors if _waits(tensor) is True]
+        pending = [tensor for tensor in tensors if _is_pending(tensor) is True]
     # The collector doesn't list the objects that `gc.freeze` has frozen.
-    if among is None and gc.get_freeze_count() and others_wait([*filter(_has_device, known), *waiting]):
+    if among is None and gc.get_freeze_count() and others_are_pending([*filter(_has_device, known), *pending]):
         gc.unfreeze()
         return find_pending_elsewhere(known)
-    return sorted(waiting, key=identity) if driver().is_lazy else waiting  # the collector lists the oldest first
+    return sorted(pending, key=identity) if driver().is_lazy else pending  # the collector lists the oldest first
 
 
-def others_wait(tensors: Sequence[Tensor]) -> bool:
+def others_are_pending(tensors: Sequence[Tensor]) -> bool:
     """True if other tensors than these are pending on the device. The given tensors must be on the device."""
     return driver().count_pending() > len({identity(tensors[i]) for i in find_pending(tensors)})
 
@@ -144,10 +144,11 @@ def find_alive(generation: int | None = None) -> list[Tensor]:
 
 def has_value(tensor: Tensor) -> bool:
     """True if a tensor is on the device and has been computed."""
-    return _waits(tensor) is False
+    return _is_pending(tensor) is False
 
 
-def _waits(tensor: Tensor) -> bool | None:
+def _is_pending(tensor: Tensor) -> bool | None:
+    """Return whether a tensor is pending; None if it has neither a value nor pending work."""
     try:
         return bool(find_pending([tensor])) if _has_device(tensor) else None
     except RuntimeError:
@@ -166,6 +167,7 @@ def _subclasses(kind: type) -> set[type]:
 def drop(tensors: Iterable[Tensor]) -> None:
     """Take the values and the pending work out of tensors, even if they are referenced elsewhere."""
     for tensor in tensors:
-        # A tensor that only another tensor's history kept may have ended with it, and then has no device.
+        # A tensor kept alive only by another tensor's autograd history may have been freed with it. Then it has no
+        # device.
         if _has_device(tensor):
             swap_value(tensor, torch.empty_like(tensor, device="meta"), requires_grad=False)

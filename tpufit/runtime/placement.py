@@ -33,7 +33,7 @@ class CorePlacement(Placement):
         return self.cores.spmd
 
     @property
-    def most_in_flight(self) -> int:
+    def max_in_flight(self) -> int:
         # XLA's CPU client runs up to 32 programs at a time. It starts the parts of a further program core by core, on
         # threads that the parts of the first program need, so that with several virtual cores they deadlock.
         return 8 if self.cores.spmd and self.cores.platform == "CPU" else 256
@@ -56,7 +56,7 @@ class CorePlacement(Placement):
         return memory_used()
 
     def in_flight(self) -> InFlight:
-        return RunsAhead(most=self.most_in_flight)
+        return RunsAhead(most=self.max_in_flight)
 
     # For programs
 

@@ -195,7 +195,7 @@ class CapturedProgram(Program):
             if difference != "" or watch.may_have_drawn:  # a `Watch` tells reads and draws of other threads apart
                 watch = self._watch()
                 difference = self._compare(reference, inputs, seeds, body, watch, thorough)
-        if difference is None and not watch.reads_itself:
+        if difference is None and not watch.traced_code_reads:
             self.audits.note_disturbed_audit(key)
             return
         agreed = difference == "" and not watch.may_have_drawn
@@ -223,10 +223,10 @@ class CapturedProgram(Program):
                     difference = capture.obstacle or capture.find_difference(graph, thorough)
                     capture.compute_escaped()
         except RuntimeError:  # the runtime fails if another thread reads a tensor of the trace
-            if not watch.reads():
+            if not watch.describe_read():
                 raise
             return None
-        return None if watch.reads() else difference
+        return None if watch.describe_read() else difference
 
     @contextmanager
     def _tracing_without_running(

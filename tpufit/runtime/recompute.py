@@ -23,10 +23,10 @@ from .pending_tensors import put_behind_barrier
 from .trace_context import trace_context, tracing_with
 from .trace_seeds import TraceSeeds
 
-# PyTorch's function without its wrapper, which callers have. The wrapper calls the function in this attribute, so that
-# even old references to the wrapper, as in transformers' and timm's layers, can be redirected.
+# PyTorch's `checkpoint` without its wrapper. Callers have references to the wrapper, which calls whatever function is
+# in this attribute: replacing it redirects even old references, as in transformers' and timm's layers.
 _checkpoint: Any = inspect.unwrap(checkpoints.checkpoint)
-_CALLED = "__dynamo_disable"
+_CALLED_ATTRIBUTE = "__dynamo_disable"
 
 
 @contextmanager
@@ -42,8 +42,8 @@ def recomputing(blocks: Mapping[nn.Module, str], seeds: object) -> Iterator[None
 
     Args:
         blocks: Modules that don't contain each other, each with its policy; see `step/remat.py`.
-        seeds: The random numbers of the trace, `seed` of its body. On the host it is a function, and nothing is
-            changed. None outside of traces: functions are called once.
+        seeds: The argument `seed` of the traced body: a `TraceSeeds` in a trace; a function on the host, where nothing
+            is changed; None outside of traces, where `checkpoint` calls its function directly.
 
     Source: `torch.utils.checkpoint`, and the policies of `jax.checkpoint`.
     """
@@ -76,7 +76,7 @@ def recomputing(blocks: Mapping[nn.Module, str], seeds: object) -> Iterator[None
 
 def _checkpointing(call: Callable[..., Any]) -> AbstractContextManager[None]:
     """A context in which `torch.utils.checkpoint.checkpoint` is this function."""
-    return replacing_attributes(_checkpoint, **{_CALLED: call})
+    return replacing_attributes(_checkpoint, **{_CALLED_ATTRIBUTE: call})
 
 
 def _call_once(
@@ -214,7 +214,7 @@ class _Region:
         # The region handles random numbers itself, because PyTorch doesn't know this device's generator.
         options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._context_fn}
         outputs = _checkpoint(self._run, *leaves, **options)
-        return tree_map_only(Tensor, self._leave, outputs)
+        return tree_map_only(Tensor, self._mark_end, outputs)
 
     def _run(self, *leaves: Any) -> Any:
         with _checkpointing(_call_once):  # a region inside this one would gain little
@@ -230,12 +230,12 @@ class _Region:
         self._drew = self._seeds.has_drawn_since(self._seed_position)
         return outputs
 
-    def _leave(self, output: Tensor) -> Tensor:
+    def _mark_end(self, output: Tensor) -> Tensor:
         """Return an output of the call whose gradient is noted in the backward pass."""
         if not output.requires_grad:
             return output
-        left: Tensor = _Leave.apply(output, self)  # type: ignore[no-untyped-call]
-        return left
+        marked: Tensor = _RegionEnd.apply(output, self)  # type: ignore[no-untyped-call]
+        return marked
 
     def compute_again(self, leaves: Sequence[Any]) -> Any:
         # Behind a barrier, because the compiler would otherwise reuse and keep the first results. The gradients are
@@ -261,7 +261,7 @@ class _Region:
             return self._compute(leaves, weights)
 
 
-class _Leave(torch.autograd.Function):
+class _RegionEnd(torch.autograd.Function):
     """The end of a region, which the backward pass reaches before it needs the region's activations."""
 
     @staticmethod

@@ -9,21 +9,21 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from time import perf_counter
 
-# The time between two audits of a pass is at least this many times an audit's duration, so that audits take 1 %.
-_SHARE = 100
+# The pause between two audits of a pass, as a multiple of an audit's duration, so that audits take at most 1 %.
+_PAUSE_FACTOR = 100
 
 # The replays before the first audit inside a pass; each audit that agrees doubles their number.
-_FIRST = 4
+_FIRST_INTERVAL = 4
 
 
 @dataclass
 class _Since:
     """The counts since the last audit of a graph."""
 
-    code: int = 0  # how often user code had run before the audit
-    replayed: int = 0  # steps since the audit
-    after: int = 0  # the part of these steps that ran after user code
-    interval: int = _FIRST  # steps to replay until the next audit inside a pass
+    user_code_runs: int = 0  # how often user code had run before the audit
+    steps: int = 0  # since the audit
+    steps_after_user_code: int = 0  # of these steps
+    interval: int = _FIRST_INTERVAL  # steps to replay until the next audit inside a pass
 
 
 class Audits:
@@ -33,7 +33,7 @@ class Audits:
         self._in_lockstep = in_lockstep  # all hosts must decide the same, so no clock may be read
         self._since: dict[Hashable, _Since] = {}  # by the graph's key
         self._audited: set[Hashable] = set()  # graphs that need no audit before their next replay
-        self._code = 0  # how often user code has run
+        self._user_code_runs = 0  # how often user code has run
         # Of the last audit, in seconds.
         self._cost = 0.0  # its duration
         self._ended = perf_counter()
@@ -42,11 +42,11 @@ class Audits:
         """Begin a pass, in which each graph is audited when it is first replayed."""
         self._audited.clear()
         for since in self._since.values():
-            since.interval = _FIRST
+            since.interval = _FIRST_INTERVAL
 
     def note_user_code(self, every_batch: bool) -> None:
         """Note that user code has run between steps; unless it runs at `every_batch`, graphs can be audited at once."""
-        self._code += 1
+        self._user_code_runs += 1
         if not every_batch:
             self._audited.clear()
 
@@ -55,17 +55,17 @@ class Audits:
         if key not in self._audited:
             return True
         since = self._since[key]
-        affordable = self._in_lockstep or perf_counter() - self._ended > _SHARE * self._cost
+        affordable = self._in_lockstep or perf_counter() - self._ended > _PAUSE_FACTOR * self._cost
         # The last two groups, because a short last batch has a different graph.
         if remaining is not None and remaining < 2:
-            return since.code < self._code or (affordable and since.replayed > 0)
-        return affordable and since.replayed >= since.interval
+            return since.user_code_runs < self._user_code_runs or (affordable and since.steps > 0)
+        return affordable and since.steps >= since.interval
 
     def note_replay(self, key: Hashable, steps: int) -> None:
         """Note steps that have been replayed by one graph."""
         since = self._since[key]
-        since.replayed += steps
-        since.after += steps if since.code < self._code else 0
+        since.steps += steps
+        since.steps_after_user_code += steps if since.user_code_runs < self._user_code_runs else 0
 
     def count_doubtful_steps(self, key: Hashable) -> int:
         """Return the number of steps that may have missed a change that an audit of their graph has found.
@@ -74,7 +74,7 @@ class Audits:
         the time.
         """
         since = self._since[key]
-        return since.after if since.code < self._code else since.replayed
+        return since.steps_after_user_code if since.user_code_runs < self._user_code_runs else since.steps
 
     def note_capture(self, key: Hashable, seconds: float | None = None) -> None:
         """Note that a step has just been traced to a new graph.
@@ -82,7 +82,7 @@ class Audits:
         `seconds` is the time of the trace, if nothing was compiled; an audit will take as long.
         """
         self._audited.add(key)
-        self._since[key] = _Since(self._code)
+        self._since[key] = _Since(self._user_code_runs)
         if seconds is not None:
             self._cost = seconds
             self._ended = perf_counter()
@@ -95,10 +95,10 @@ class Audits:
 
     def note_audit(self, key: Hashable, seconds: float, agreed: bool) -> None:
         """Note an audit. If its graph differs from the replayed one, all graphs are audited before the next replay."""
-        interval = 2 * self._since[key].interval if key in self._audited else _FIRST
+        interval = 2 * self._since[key].interval if key in self._audited else _FIRST_INTERVAL
         if not agreed:
             self._audited.clear()
         self.note_capture(key)
-        self._since[key].interval = interval if agreed else _FIRST
+        self._since[key].interval = interval if agreed else _FIRST_INTERVAL
         self._cost = seconds
         self._ended = perf_counter()

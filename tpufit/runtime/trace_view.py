@@ -103,8 +103,8 @@ class TraceView:
         tensors = state.tensors
         aliases = aliases_of(tensors)
         shares = {i for i, _ in find_shared(aliases)}
-        waiting = set(find_pending(tensors))
-        there = [i for i in range(len(tensors)) if i not in waiting]
+        pending = set(find_pending(tensors))
+        there = [i for i in range(len(tensors)) if i not in pending]
         now = dict(zip(there, handles([tensors[i] for i in there]), strict=True))
         changed = []
         roots = []

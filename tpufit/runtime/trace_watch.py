@@ -25,12 +25,12 @@ from .driver import driver, on_device
 from .ops.dtypes import check_one_dtype
 from .slow_steps import cure_for
 
-_LOOKS = frozenset(
+_READS = frozenset(
     getattr(Tensor, name)
     for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__array__")
 )
-# The most frequent functions of optimizers and modules that need no value.
-_FACTS = frozenset(
+# The functions that optimizers and modules call most often, and that need no value.
+_WITHOUT_VALUE = frozenset(
     [getattr(Tensor, name).__get__ for name in ("_version", "device", "dtype", "grad", "is_sparse", "shape")]
     + [Tensor.dim, Tensor.is_complex]
 )
@@ -38,7 +38,7 @@ _PRODUCTS = frozenset(
     [getattr(F, name) for name in ("linear", "bilinear", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention")]
     + [torch.matmul, torch.mm, torch.bmm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm]
 )
-# torch_xla accepts two dtypes in these functions. `runtime.ops` checks other functions.
+# Functions that take one dtype in PyTorch, but two in torch_xla. `runtime.ops` checks other functions.
 _OF_ONE_DTYPE = frozenset(
     getattr(place, name)
     for place in (torch, Tensor)
@@ -49,7 +49,7 @@ _TORCH_DRAWS = frozenset(
     [getattr(torch, name) for name in ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")]
     + [getattr(Tensor, name) for name in ("bernoulli", "bernoulli_", "multinomial", "normal_", "random_", "uniform_")]
 )
-_READ = "aten::_local_scalar_dense"
+_READ_OPERATION = "aten::_local_scalar_dense"
 _NUMPY_DRAWS = {
     name: function
     for name, function in vars(np.random).items()
@@ -83,7 +83,7 @@ class Watch(TorchFunctionMode):
         self._draws_strict = strict if refuses_draws else LENIENT
         self.read_at = self.drew_at = ""
         self.drew_unseen = False
-        self._looked = False  # True if the traced code has read a value
+        self._has_read = False  # True if the traced code has read a value
         self.fell_back: dict[str, str] = {}
         self.products: set[torch.dtype] = set()
         self._counts_before: tuple[Counter[str], Hashable] = Counter(), ()
@@ -113,19 +113,19 @@ class Watch(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @property
-    def reads_itself(self) -> bool:
-        """True if the traced code has read a value, not another thread."""
-        return bool(self._looked or self.fell_back)
+    def traced_code_reads(self) -> bool:
+        """True if the traced code, and not only another thread, has read a value."""
+        return bool(self._has_read or self.fell_back)
 
     @property
     def may_have_drawn(self) -> bool:
         """True if the traced code drew a random number on the host."""
         return bool(self.drew_at)
 
-    def reads(self) -> str:
+    def describe_read(self) -> str:
         """Describe where the code has read a value; "" if it hasn't."""
-        fallbacks, looked = self._counts_before
-        if not self.read_at and device_counters.count_reads() == looked:
+        fallbacks, reads_before = self._counts_before
+        if not self.read_at and device_counters.count_reads() == reads_before:
             return ""
         operations = sorted(device_counters.fallback_counts() - fallbacks)
         if operations and not self.read_at:
@@ -156,7 +156,7 @@ class Watch(TorchFunctionMode):
             "device=x.device) and torch.where), or in the data set"
         )
 
-    def _note_look(self) -> None:
+    def _note_read(self) -> None:
         line = calling_lines()
         note_line("read", line)
         self.read_at = self.read_at or line
@@ -169,34 +169,34 @@ class Watch(TorchFunctionMode):
         """Note the operations that have run on the host since `before`."""
         operations = sorted(device_counters.fallback_counts() - before)
         for operation in operations:
-            if operation not in (_READ, *self.fell_back):
+            if operation not in (_READ_OPERATION, *self.fell_back):
                 line = self.fell_back[operation] = calling_lines()
                 note_line(operation, line)
                 self._strict.refuse(
                     f"{driver().name} has no {operation} for the device, which {self._step} calls at "
                     f"{line}: it would run on the host at every step. {cure_for(operation)}"
                 )
-        if operations in ([], [_READ]):  # without other operations it is a read, e.g. for printing
-            self._note_look()
+        if operations in ([], [_READ_OPERATION]):  # without other operations it is a read, e.g. for printing
+            self._note_read()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _FACTS:
+        if func in _WITHOUT_VALUE:
             return func(*args)
-        looks = func in _LOOKS and on_device(args[0])
-        if looks:
-            self._looked = True
-            self._note_look()
+        reads = func in _READS and on_device(args[0])
+        if reads:
+            self._has_read = True
+            self._note_read()
         fallbacks = self._fallbacks
-        looked = device_counters.count_reads()
+        reads_before = device_counters.count_reads()
         if func in _OF_ONE_DTYPE and not torch.is_autocast_enabled(driver().device_type):
             operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             check_one_dtype(func.__name__, *filter(on_device, operands))
         result = func(*args, **(kwargs or {}))
-        if device_counters.count_reads() != looked:
+        if device_counters.count_reads() != reads_before:
             self._fallbacks = device_counters.fallback_counts()
-            if not looks:
+            if not reads:
                 self._note_fallbacks(fallbacks)
         if func in _PRODUCTS:
             self.products.add(result.dtype)
@@ -209,21 +209,21 @@ class Glance:
     """A `Watch` without details, which takes a microsecond less for each operation.
 
     It doesn't know the line of a draw, and can't tell the traced code from other threads: `may_have_drawn` may come
-    from the data's thread, and `reads` from any thread.
+    from the data's thread, and a read from any thread.
     """
 
     drew_at = ""
-    may_have_drawn = drew_unseen = reads_itself = False
+    may_have_drawn = drew_unseen = traced_code_reads = False
     products: frozenset[torch.dtype] = frozenset()
 
     def __enter__(self) -> Glance:
         self._random = RNGState.now()
-        self._looked = device_counters.count_reads()
+        self._reads_before = device_counters.count_reads()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.may_have_drawn = not self._random.is_now()
 
-    def reads(self) -> str:
+    def describe_read(self) -> str:
         """Say that a value has been read; "" if none has."""
-        return "it reads a value from the device" if device_counters.count_reads() != self._looked else ""
+        return "it reads a value from the device" if device_counters.count_reads() != self._reads_before else ""

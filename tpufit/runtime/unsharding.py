@@ -28,8 +28,8 @@ from .pending_tensors import put_behind_barrier
 _PRODUCTS = re.compile(
     r"linear|bilinear|(__r?)?matmul(__)?|mm|bmm|mv|addmm|baddbmm|addmv|einsum|tensordot|conv(_transpose)?[123]d"
 )
-# Functions such as products that need no result for their gradient and draw no random numbers: tracing them again only
-# costs the device the gathering of the weight.
+# Functions, such as products, whose gradient doesn't need their result, and that draw no random numbers: if they are
+# traced again, the device only has to gather the weight again.
 _GATHERED_AGAIN = re.compile(rf"{_PRODUCTS.pattern}|embedding|embedding_bag|index_select|(__r?)?mul(__)?")
 # Functions that return a view of a weight or of its part.
 _VIEWS = re.compile(
@@ -37,7 +37,7 @@ _VIEWS = re.compile(
     r"|__getitem__|narrow|select|chunk|split|tensor_split|unbind|contiguous|to|float|bfloat16|type_as"
 )
 # Functions that take a weight but compute nothing with it.
-_ASIDE = frozenset(("backward", "grad", "_make_subclass"))
+_NOT_COMPUTING = frozenset(("backward", "grad", "_make_subclass"))
 _VIEWING = frozenset((Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
 
 
@@ -128,12 +128,12 @@ class _GatheredAgain(torch.autograd.Function):
         further = torch.is_grad_enabled()  # True for gradients of gradients
         needed = ctx.needs_input_grad[1:]
         with torch.enable_grad(), ctx.autocast():
-            given = [
+            inputs = [
                 (t.view_as(t) if further else t.detach().requires_grad_()) if needs else t.detach()
                 for t, needs in zip(ctx.saved_tensors, needed, strict=True)
             ]
-            result = ctx.call(given, after=gradient)
-            wanted = [t for t, needs in zip(given, needed, strict=True) if needs]
+            result = ctx.call(inputs, after=gradient)
+            wanted = [t for t, needs in zip(inputs, needed, strict=True) if needs]
             gradients = iter(torch.autograd.grad(result, wanted, gradient, create_graph=further, allow_unused=True))
         return None, *(next(gradients) if needs else None for needs in needed)
 
@@ -158,7 +158,7 @@ class Unsharding(TorchFunctionMode):
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """A context in which split weights are computed with as they are, each core with its own part of them."""
+        """A context in which functions get the split weights themselves: each core computes with its own part."""
         before = self._paused
         self._paused = True
         try:
@@ -205,7 +205,7 @@ class Unsharding(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if self._paused or name in _ASIDE or (name in ("__get__", "__set__") and func not in _VIEWING):
+        if self._paused or name in _NOT_COMPUTING or (name in ("__get__", "__set__") and func not in _VIEWING):
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

@@ -26,8 +26,8 @@ from torch import Tensor
 from ...errors import PlacementError, StartError
 from ...hosts import all_reduce_max
 from .compute_modes import computing, noting
-from .core_connections import CoreConnections, called
-from .core_tensors import CoreTensors, Given, Known
+from .core_connections import CoreConnections, call
+from .core_tensors import CorePart, CoreTensors, TensorRecord
 from .host import Host
 from .messages import Compile, Fetch, Part, Put, Run, align, own_part
 from .one_core import OneCore, Program
@@ -59,7 +59,7 @@ class _Start:
     first: int = 0  # the number of its first output
     forgotten: int = 0  # the number of tensors that the other cores forget
     outputs: list[Tensor] = field(default_factory=list)
-    given: list[Given | None] = field(default_factory=list)  # this core's parts of the split outputs
+    parts: list[CorePart | None] = field(default_factory=list)  # this core's parts of the split outputs
 
 
 class CoreGroup(OneCore):
@@ -68,7 +68,7 @@ class CoreGroup(OneCore):
     Args:
         environments: The environment variables that TorchTPU reads, for each core of this host.
         start: See `CoreConnections`.
-        lose: See `CoreConnections`.
+        on_loss: See `CoreConnections`.
         host: This host's place among the hosts that compute together.
     """
 
@@ -76,14 +76,14 @@ class CoreGroup(OneCore):
         self,
         environments: Sequence[Mapping[str, str]],
         start: Callable[[], None],
-        lose: Callable[[], None],
+        on_loss: Callable[[], None],
         host: Host,
     ) -> None:
         own = len(environments)
         self.count = own * host.count
         self.hosts = host.count
         self.own = range(own * host.index, own * (host.index + 1))
-        self.lines = CoreConnections(environments, start, lose, self.own.start)
+        self.connections = CoreConnections(environments, start, on_loss, self.own.start)
         self._tensors = CoreTensors()
         self._next = 0  # the number of the next tensor
         self._start = _Start()  # of the latest program
@@ -97,11 +97,11 @@ class CoreGroup(OneCore):
             StartError: A core doesn't start.
         """
         try:
-            self.lines.begin()
+            self.connections.begin()
         except RuntimeError as error:
             cure = "Run python -m tpufit doctor, or compute on one core, with cores=1"
             raise StartError(
-                f"{self.count} cores of torch_tpu did not start. {cure}. The reason: {self.lines.failure}"
+                f"{self.count} cores of torch_tpu did not start. {cure}. The reason: {self.connections.failure}"
             ) from error
 
     # Tensors
@@ -123,19 +123,21 @@ class CoreGroup(OneCore):
         self, tensors: Sequence[Tensor], axes: Sequence[int | None], shapes: Sequence[tuple[int, ...]]
     ) -> list[Tensor]:
         """Send this host's parts of tensors with these shapes to its cores."""
-        with self.lines.lock:
+        with self.connections.lock:
             parts = self._put(tensors, axes)
         sent: list[Tensor] = []
         numbers = [part.number for part in parts]
         noted = False
         try:
             with computing(), torch.no_grad():
-                own = [own_part(t, axis, range(1), self.lines.count) for t, axis in zip(tensors, axes, strict=True)]
+                own = [
+                    own_part(t, axis, range(1), self.connections.count) for t, axis in zip(tensors, axes, strict=True)
+                ]
                 own = [tensor.contiguous().to("tpu") for tensor in own]
             for tensor, shape, axis in zip(own, shapes, axes, strict=True):
                 sent.append(tensor if axis is None else self._placeholder(shape, tensor.dtype))
-            given = [None if axis is None else Given([tensor]) for tensor, axis in zip(own, axes, strict=True)]
-            self._tensors.note(sent, numbers, axes, given)
+            parts_here = [None if axis is None else CorePart([tensor]) for tensor, axis in zip(own, axes, strict=True)]
+            self._tensors.note(sent, numbers, axes, parts_here)
             noted = True
         finally:
             if not noted:
@@ -150,12 +152,12 @@ class CoreGroup(OneCore):
             parts.append(Part(self._next, offset, tuple(tensor.shape), tensor.dtype, axis))
             self._next += 1
             offset += align(tensor.nbytes)
-        if self.lines.count == 1:
+        if self.connections.count == 1:
             return parts
-        number, block = self.lines.block(max(offset, 1))
+        number, block = self.connections.block(max(offset, 1))
         for part, tensor in zip(parts, tensors, strict=True):
             block.write(part, tensor)
-        self.lines.tell_of(Put(number, parts), number)
+        self.connections.tell_with_block(Put(number, parts), number)
         return parts
 
     @staticmethod
@@ -166,13 +168,13 @@ class CoreGroup(OneCore):
         return tensor
 
     def axis_of(self, tensor: Tensor) -> int | None:
-        known = self._tensors.find(tensor)
-        return None if known is None else known.axis
+        record = self._tensors.find(tensor)
+        return None if record is None else record.axis
 
     def _part(self, tensor: Tensor) -> Tensor:
         """Return the first core's part of a split tensor, or a whole tensor itself."""
-        known = self._tensors.find(tensor)
-        return tensor if known is None or known.axis is None else known.stand_in(tensor)
+        record = self._tensors.find(tensor)
+        return tensor if record is None or record.axis is None else record.stand_in(tensor)
 
     def has_value(self, tensor: Tensor) -> bool:
         return super().has_value(self._part(tensor))
@@ -185,7 +187,7 @@ class CoreGroup(OneCore):
 
     def copy_apart(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         # With other cores, whole tensors that the user may have changed are sent anew, and programs take what was sent.
-        return list(tensors) if self.lines.count > 1 else self._copy_whole(tensors, super().copy_apart)
+        return list(tensors) if self.connections.count > 1 else self._copy_whole(tensors, super().copy_apart)
 
     def _copy_whole(self, tensors: Sequence[Tensor], copy: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:
         """Copy whole tensors. The parts of split tensors never change: a step returns new parts."""
@@ -193,7 +195,7 @@ class CoreGroup(OneCore):
         return [next(whole) if self.axis_of(tensor) is None else tensor.detach() for tensor in tensors]
 
     def forget(self, tensors: Sequence[Tensor]) -> None:
-        with self.lines.lock:
+        with self.connections.lock:
             for tensor in tensors:
                 if self.axis_of(tensor) is None:
                     self._tensors.drop(tensor)
@@ -204,18 +206,18 @@ class CoreGroup(OneCore):
                         "values with load_state_dict, or keep it whole: shard={'its name': None, ...} in compile"
                     )
 
-    def _share_missing(self, tensors: Sequence[Tensor]) -> list[Known]:
+    def _share_missing(self, tensors: Sequence[Tensor]) -> list[TensorRecord]:
         """Return the record of each tensor, and send tensors to cores that lack them. The caller holds the lock."""
         found = list(map(self._tensors.find, tensors))
-        lacking = {handle_of(t): t for t, known in zip(tensors, found, strict=True) if known is None}
+        lacking = {handle_of(t): t for t, record in zip(tensors, found, strict=True) if record is None}
         if lacking:
             self._share(list(lacking.values()))
             found = list(map(self._tensors.find, tensors))
-        return [known for known in found if known is not None]  # all are known now
+        return [record for record in found if record is not None]  # all have one now
 
     def _share(self, tensors: Sequence[Tensor]) -> None:
         """Send tensors that only the first core has computed to the other cores. The caller holds the lock."""
-        if self.lines.count == 1:
+        if self.connections.count == 1:
             self._tensors.note(tensors, range(self._next, self._next + len(tensors)))
             self._next += len(tensors)
             return
@@ -225,7 +227,7 @@ class CoreGroup(OneCore):
         # This core gets a copy, too: a program may write over it, and the tests' pod requires a copy on each core.
         with computing():
             copies = [value.to("tpu") for value in values]
-        self._tensors.note(tensors, [part.number for part in sent], given=[Given([copy]) for copy in copies])
+        self._tensors.note(tensors, [part.number for part in sent], parts=[CorePart([copy]) for copy in copies])
 
     def read(self, tensors: Sequence[Tensor], collective: bool = False) -> list[Tensor]:
         if self.hosts > 1:
@@ -276,34 +278,34 @@ class CoreGroup(OneCore):
         return None
 
     def _join(self, tensor: Tensor, own: Tensor) -> Tensor:
-        known = self._tensors.find(tensor)
-        if known is None or known.axis is None:
+        record = self._tensors.find(tensor)
+        if record is None or record.axis is None:
             return own
         stride = align(own.nbytes)
-        with self.lines.lock:
-            number, block = self.lines.block(stride * self.lines.count)
-            mine = self.lines.tell_of(Fetch(known.number, number, 0, stride), number)
-        self.lines.wait_for(mine)
-        others = [block.tensor_at(core * stride, own.shape, own.dtype) for core in range(1, self.lines.count)]
-        share = own.shape[known.axis]
-        here = max(min(tensor.shape[known.axis] - self.own.start * share, len(self.own) * share), 0)
-        return torch.cat([own, *others], known.axis).narrow(known.axis, 0, here)  # the rest is padding
+        with self.connections.lock:
+            number, block = self.connections.block(stride * self.connections.count)
+            message = self.connections.tell_with_block(Fetch(record.number, number, 0, stride), number)
+        self.connections.wait_for(message)
+        others = [block.tensor_at(core * stride, own.shape, own.dtype) for core in range(1, self.connections.count)]
+        share = own.shape[record.axis]
+        here = max(min(tensor.shape[record.axis] - self.own.start * share, len(self.own) * share), 0)
+        return torch.cat([own, *others], record.axis).narrow(record.axis, 0, here)  # the rest is padding
 
     def _wait_for_all(self, tensors: Sequence[Tensor]) -> None:
         """Wait until tensors are computed, or raise an error if the cores have failed."""
         with computing():
             names().synchronize_list(list(tensors), False)
         for tensor in tensors:
-            self.lines.wait_until(partial(names().is_materialized, tensor), programs=True)
+            self.connections.wait_until(partial(names().is_materialized, tensor), programs=True)
 
     def wait(self) -> None:
-        self.lines.watch_while(super().wait)
+        self.connections.watch_while(super().wait)
 
     def _await_same_failure(self, why: str) -> None:
         """After an error of the first core, wait until the other cores have it too, or else fail."""
         with suppress(RuntimeError):  # the same error
             self.wait()
-        self.lines.await_same_failure(why)
+        self.connections.await_same_failure(why)
 
     # Programs
 
@@ -312,14 +314,14 @@ class CoreGroup(OneCore):
     ) -> Program:
         text = shard_text(text, [self.axis_of(tensor) for tensor in inputs], self.count, axes)
         data = text.encode()
-        with self.lines.lock:
+        with self.connections.lock:
             program = self._programs
             self._programs += 1
-            number, block = self.lines.block(len(data))
+            number, block = self.connections.block(len(data))
             block.bytes[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            mine = self.lines.tell_of(Compile(program, number, len(data)), number)
+            message = self.connections.tell_with_block(Compile(program, number, len(data)), number)
         run, loaded = compile_text(text, self.own.start, self.count)
-        self.lines.wait_for(mine)
+        self.connections.wait_for(message)
         split = [
             _Split(i, tuple(outputs[i].shape), outputs[i].dtype, axis)
             for i, axis in enumerate(axes)
@@ -329,23 +331,23 @@ class CoreGroup(OneCore):
 
     def prepare_start(self, program: _GroupProgram, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
         """See `Program.prepare_start`."""
-        with self.lines.lock:
-            known = self._share_missing(inputs)
-            given = [one.stand_in(tensor) for tensor, one in zip(inputs, known, strict=True)]
+        with self.connections.lock:
+            records = self._share_missing(inputs)
+            own_inputs = [record.stand_in(tensor) for tensor, record in zip(inputs, records, strict=True)]
             forgotten = list(self._tensors.forgotten)
             start = _Start(self._next, len(forgotten))
             self._next += _OUTPUTS
             split = program.split
             placeholders = [self._placeholder(one.shape, one.dtype) for one in split]
             if split:
-                start.given += [Given(start.outputs, one.index) for one in split]
+                start.parts += [CorePart(start.outputs, one.index) for one in split]
                 numbers = [start.first + one.index for one in split]
-                self._tensors.note(placeholders, numbers, [one.axis for one in split], start.given)
+                self._tensors.note(placeholders, numbers, [one.axis for one in split], start.parts)
             self._start = start
-            sends = self.lines.prepare_sending(
-                Run(program.number, [one.number for one in known], start.first, forgotten)
+            sends = self.connections.prepare_sending(
+                Run(program.number, [record.number for record in records], start.first, forgotten)
             )
-        outputs = islice(map(called, [*sends, partial(program.run, given)]), len(sends), None)
+        outputs = islice(map(call, [*sends, partial(program.run, own_inputs)]), len(sends), None)
         if not split:
             return outputs
         # This runs in C, too: placeholders replace the parts among the outputs.
@@ -361,10 +363,10 @@ class CoreGroup(OneCore):
         if not outputs:
             self._await_same_failure(repr(sys.exc_info()[1]))
             return
-        with self.lines.lock:
+        with self.connections.lock:
             del self._tensors.forgotten[: start.forgotten]
             # One list for each part, so that a part lives only as long as its tensor.
-            start.given[:] = [Given([start.outputs[one.index]]) for one in program.split]
+            start.parts[:] = [CorePart([start.outputs[one.index]]) for one in program.split]
             split = {one.index for one in program.split}
             whole = [i for i in range(len(outputs[0])) if i not in split]
             results = [outputs[0][i] for i in whole]

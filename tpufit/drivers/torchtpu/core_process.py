@@ -40,41 +40,41 @@ from .messages import (
 from .private_names import names
 from .programs import Runner, compile_text
 
-_PERIOD = 0.5  # seconds between two heartbeats
-_WORDS = 4000  # the most characters of an error that are reported
+_HEARTBEAT_SECONDS = 0.5  # between two heartbeats
+_MAX_CHARACTERS = 4000  # of a reported error
 
 
-class _LackingError(RuntimeError):
+class _MissingError(RuntimeError):
     """A program or tensor is missing, because an earlier message has failed."""
 
 
 class CoreProcess:
     """Runs a core, which has a number among this host's cores; keeps its tensors and its programs by their numbers."""
 
-    def __init__(self, line: socket.socket, core: int, cores: int) -> None:
-        self._line = line
+    def __init__(self, connection: socket.socket, core: int, cores: int) -> None:
+        self._connection = connection
         self._core = core
         self._cores = cores
         self._blocks: dict[int, Block] = {}
         self._tensors: dict[int, Tensor] = {}
         self._programs: dict[int, Runner] = {}
         self._latest: list[Tensor] = []  # the results of the last program
-        self._lacks = ""  # the reason why some tensors are missing
+        self._missing_because = ""  # the error that left out some tensors or programs
         self._place = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # among the cores of all hosts
-        self._waits = start.platform() == "CPU"  # see `most_in_flight` in `runtime.placement`
+        self._waits_for_programs = start.platform() == "CPU"  # see `max_in_flight` in `runtime.placement`
 
     def serve(self) -> None:
         """Handle messages until the other end is closed."""
-        first, number, descriptor = receive(self._line)
+        first, number, descriptor = receive(self._connection)
         assert isinstance(first, Map)
         self._do(first, descriptor)
         signs = self._blocks[0].tensor_at(self._core * len(Sign) * 8, (len(Sign),), torch.int64).numpy()
         threading.Thread(target=self._beat, args=(signs,), daemon=True).start()
         start.load()
-        self._line.send(pack(Imported()))
+        self._connection.send(pack(Imported()))
         while True:
             signs[Sign.DONE] = number
-            message, number, descriptor = receive(self._line)
+            message, number, descriptor = receive(self._connection)
             if message is None:
                 return
             try:
@@ -82,18 +82,18 @@ class CoreProcess:
             except (RuntimeError, ValueError, MemoryError) as error:
                 if isinstance(message, (Map, Begin)):
                     raise
-                why = (str(error) or repr(error))[:_WORDS]
-                if not isinstance(error, _LackingError):
-                    self._lacks = why
+                why = (str(error) or repr(error))[:_MAX_CHARACTERS]
+                if not isinstance(error, _MissingError):
+                    self._missing_because = why
                 failed = Failed(number, why, isinstance(message, (Run, Probe)))
                 signs[Sign.REPORTS] += 1
-                self._line.send(pack(failed))
+                self._connection.send(pack(failed))
 
     @staticmethod
     def _beat(signs: Sequence[int]) -> None:
         while True:
             signs[Sign.BEAT] = int(monotonic() * 1e3)  # type: ignore[index]
-            sleep(_PERIOD)
+            sleep(_HEARTBEAT_SECONDS)
 
     def _do(self, message: Message, descriptor: int | None) -> None:
         match message:
@@ -101,7 +101,7 @@ class CoreProcess:
                 self._blocks[block] = Block(nbytes, descriptor)
             case Begin():
                 start.start_core()
-                self._line.send(pack(Started()))
+                self._connection.send(pack(Started()))
             case Put(block, parts):
                 self._put(block, parts)
             case Compile(program, block, nbytes):
@@ -133,10 +133,10 @@ class CoreProcess:
             self._tensors.pop(number, None)
         self._latest = []
         if message.program not in self._programs or any(number not in self._tensors for number in message.inputs):
-            raise _LackingError(f"a program can't run because of an earlier error: {self._lacks}")
+            raise _MissingError(f"a program can't run because of an earlier error: {self._missing_because}")
         self._latest = self._programs[message.program]([self._tensors[number] for number in message.inputs])
         self._tensors.update(enumerate(self._latest, message.first))
-        if self._waits:
+        if self._waits_for_programs:
             names().synchronize_list(self._latest, True)
 
 

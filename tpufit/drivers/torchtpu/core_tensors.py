@@ -16,14 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...runtime.aliases import storage_of
 from .tensor_identity import place_of
 
-_MORE = 2  # the batches that are checked for freed tensors, besides the number of new batches
+_EXTRA_BATCHES = 2  # are checked for freed tensors, besides as many as are new
 
 
-class Given(NamedTuple):
+class CorePart(NamedTuple):
     """What programs take in place of a tensor: this core's part, or a copy that all processes have received."""
 
-    among: Sequence[Tensor]
-    at: int = 0
+    tensors: Sequence[Tensor]
+    position: int = 0  # among the tensors
 
 
 @dataclass(eq=False)
@@ -34,14 +34,14 @@ class _Batch:
     places: Sequence[Hashable]  # in their storages
     versions: Sequence[int]  # PyTorch's counts of changes
     axes: Sequence[int | None]  # the dimensions that are split over the cores
-    given: list[Given | None] | None  # None: programs take the tensors themselves
+    parts: list[CorePart | None] | None  # None: programs take the tensors themselves
     storages: Sequence[int]
     # References to the storages: no other storage gets the address while one exists. None: the tensor was freed.
     memory: list[StorageWeakRef | None]
 
 
-class Known(NamedTuple):
-    """A tensor of a batch."""
+class TensorRecord(NamedTuple):
+    """A tensor that all cores have: an item of a batch."""
 
     batch: _Batch
     i: int
@@ -58,8 +58,8 @@ class Known(NamedTuple):
 
     def stand_in(self, tensor: Tensor) -> Tensor:
         """Return what programs take in place of the tensor, or the tensor itself."""
-        given = self.batch.given and self.batch.given[self.i]
-        return given.among[given.at] if given else tensor
+        part = self.batch.parts and self.batch.parts[self.i]
+        return part.tensors[part.position] if part else tensor
 
 
 class CoreTensors:
@@ -71,16 +71,16 @@ class CoreTensors:
 
     def __init__(self) -> None:
         self.forgotten: list[int] = []
-        self._known: dict[int, list[Known]] = {}  # by storage
+        self._known: dict[int, list[TensorRecord]] = {}  # by storage
         self._batches: deque[_Batch] = deque()
-        self._new = 0  # batches since the last `forget_freed`
+        self._new_batches = 0  # since the last `forget_freed`
 
     def note(
         self,
         tensors: Sequence[Tensor],
         numbers: Sequence[int],
         axes: Sequence[int | None] | None = None,
-        given: list[Given | None] | None = None,
+        parts: list[CorePart | None] | None = None,
         places: Sequence[Hashable] | None = None,
     ) -> None:
         """Note tensors that all cores have under these numbers.
@@ -89,7 +89,7 @@ class CoreTensors:
             tensors: The tensors.
             numbers: A number for each tensor.
             axes: The dimensions along which the tensors are split over the cores (default: all are whole).
-            given: What programs take in place of each tensor (default: the tensor itself).
+            parts: What programs take in place of each tensor (default: the tensor itself).
             places: The result of `place_of` for each tensor, if it is already known.
         """
         batch = _Batch(
@@ -97,28 +97,28 @@ class CoreTensors:
             places or list(map(place_of, tensors)),
             [tensor._version for tensor in tensors],
             axes or [None] * len(tensors),
-            given,
+            parts,
             list(map(storage_of, tensors)),
             [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors],
         )
         # Before the storages are looked up: an interrupt in between must not leave a storage that has no reference.
         self._batches.append(batch)
-        self._new += 1
+        self._new_batches += 1
         for i, storage in enumerate(batch.storages):
             known = self._known.get(storage)
             if known is None:
-                self._known[storage] = [Known(batch, i)]
+                self._known[storage] = [TensorRecord(batch, i)]
             else:
-                self._replace(known, Known(batch, i))
+                self._replace(known, TensorRecord(batch, i))
 
-    def _replace(self, known: list[Known], new: Known) -> None:
+    def _replace(self, known: list[TensorRecord], new: TensorRecord) -> None:
         """Note another tensor of a known storage, in place of an earlier tensor of the same place."""
         place = new.batch.places[new.i]
         old = [one for one in known if one.batch.places[one.i] == place]
         known[:] = [*(one for one in known if one not in old), new]
         self._forget(old)
 
-    def find(self, tensor: Tensor) -> Known | None:
+    def find(self, tensor: Tensor) -> TensorRecord | None:
         """Return the record of a tensor; None if the other cores lack it, or the user has changed it."""
         known = self._known.get(storage_of(tensor))
         if known is not None:
@@ -136,8 +136,8 @@ class CoreTensors:
 
     def forget_freed(self) -> None:
         """Forget tensors that this process has freed. Each call checks some of the batches, the oldest first."""
-        checked = min(self._new + _MORE, len(self._batches))
-        self._new = 0
+        checked = min(self._new_batches + _EXTRA_BATCHES, len(self._batches))
+        self._new_batches = 0
         for _ in range(checked):
             batch = self._batches.popleft()
             memory = batch.memory
@@ -147,14 +147,14 @@ class CoreTensors:
                 known[:] = [one for one in known if one.batch is not batch or one.i != i]
                 if not known:
                     self._known.pop(batch.storages[i], None)
-            self._forget([Known(batch, i) for i in freed])
+            self._forget([TensorRecord(batch, i) for i in freed])
             for i in freed:  # last, because from now on other storages can get the addresses
                 memory[i] = None
             if any(reference is not None for reference in memory):
                 self._batches.append(batch)
 
-    def _forget(self, known: Sequence[Known]) -> None:
+    def _forget(self, known: Sequence[TensorRecord]) -> None:
         for batch, i in known:
             self.forgotten.append(batch.numbers[i])
-            if batch.given is not None:
-                batch.given[i] = None  # frees the part
+            if batch.parts is not None:
+                batch.parts[i] = None  # frees the part

@@ -53,7 +53,7 @@ class TorchTpuDriver(Driver):
         self._jax_calls = JaxCalls(self._put_behind)
         self._compiled = 0
         self._fell_back: Counter[str] = Counter()
-        self._looks = 0
+        self._reads = 0
 
     # Cores
 
@@ -319,13 +319,13 @@ class TorchTpuDriver(Driver):
 
     def _note_fallback(self, name: str) -> None:
         self._fell_back[name] += 1
-        self._looks += 1
+        self._reads += 1
 
     def fallback_counts(self) -> Counter[str]:
         return Counter(self._fell_back)
 
     def count_reads(self) -> Hashable:
-        return self._looks
+        return self._reads
 
     def count_compiled(self) -> int:
         return self._compiled

@@ -22,7 +22,7 @@ _ORDERING: dict[str, Callable[..., Any]] = {
 }
 
 
-def mend_kernels(platform: str) -> None:
+def patch_kernels(platform: str) -> None:
     """Replace kernels of the device, permanently: removing a kernel while another thread runs it would crash.
 
     TorchTPU's `masked_fill` reads a value that is a tensor, and its `smooth_l1_loss` runs on the host. Its kernels of

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ...backend import block_of_rows
 
-_ALIGNED = 64  # bytes, from one tensor in a block to the next
-_ALONE = 1 << 24  # the most bytes that one thread copies; for fewer, to wait for other threads takes longer
+_ALIGNMENT = 64  # bytes, of a tensor in a block
+_MAX_ON_ONE_THREAD = 1 << 24  # bytes; up to this size, waiting for other threads would take longer than the copy
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Failed:
 
     message: int  # the number of the message
     why: str
-    blocks: bool  # True if the other cores wait for its part of a program
+    stops_programs: bool  # True if the other cores wait for its part of a program
 
 
 Answer = Imported | Started | Failed
@@ -139,12 +139,12 @@ class Block:
     def write(self, part: Part, tensor: Tensor) -> None:
         """Copy a tensor into the block."""
         here = self.tensor(part)
-        if tensor.nbytes > _ALONE or not tensor.is_contiguous():
+        if tensor.nbytes > _MAX_ON_ONE_THREAD or not tensor.is_contiguous():
             here.copy_(tensor)
         else:  # as bytes, because NumPy has no bfloat16
-            given = tensor.detach().resolve_conj().resolve_neg()
-            ours, theirs = (x.view(-1).view(torch.uint8).numpy() for x in (here, given))
-            np.copyto(ours, theirs)
+            source = tensor.detach().resolve_conj().resolve_neg()
+            target_bytes, source_bytes = (x.view(-1).view(torch.uint8).numpy() for x in (here, source))
+            np.copyto(target_bytes, source_bytes)
 
     def tensor(self, part: Part) -> Tensor:
         """Return the tensor of a part, in the block's memory."""
@@ -167,7 +167,7 @@ def align(nbytes: int) -> int:
         >>> align(65)
         128
     """
-    return -(-nbytes // _ALIGNED) * _ALIGNED
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def own_part(tensor: Tensor, axis: int | None, own: range, cores: int) -> Tensor:
@@ -198,11 +198,11 @@ def pack(message: Message | Answer, number: int = 0) -> bytes:
     return pickle.dumps((message, number), pickle.HIGHEST_PROTOCOL)
 
 
-def receive(line: socket.socket) -> tuple[Any, int, int | None]:
+def receive(connection: socket.socket) -> tuple[Any, int, int | None]:
     """Wait for a message, and return it with its number and its file.
 
     The message is None after the other end was closed.
     """
-    packet, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 1)
+    packet, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 1)
     message, number = pickle.loads(packet) if packet else (None, 0)
     return message, number, next(iter(descriptors), None)

@@ -21,7 +21,7 @@ from . import core_environments
 from .compile_cache import environment
 from .core_group import CoreGroup
 from .host import Host, find_host
-from .kernels import mend_kernels
+from .kernels import patch_kernels
 from .one_core import OneCore
 from .private_names import TRIED, is_awake, names, wake
 
@@ -111,7 +111,7 @@ def start(request: CoresRequest, cores: CoresArgument, asked_by: str, interrupte
     if interrupted is not None:
         if interrupted.count == count:
             return interrupted
-        if not interrupted.lines.cancel():
+        if not interrupted.connections.cancel():
             raise CoresError(
                 f"{asked_by} needs {say_count(count, 'core')}, but an interrupted call has started this process on "
                 f"{interrupted.count}. Restart it (in a notebook: the kernel)"
@@ -193,7 +193,7 @@ def teach(on: str) -> None:
     """Enable fallback to the host, and add operations that torch_tpu lacks on this kind of device."""
     names().fall_back(True)
     lower_missing("PrivateUse1")
-    mend_kernels(on)
+    patch_kernels(on)
 
 
 def skip_wait_at_exit() -> None:

@@ -27,8 +27,8 @@ from .programs import Built, keep_arguments, list_used, text_of
 from .tensor_identity import handle_of, on_tpu, place_of
 
 # Errors that a trace can't handle: reading a value, and operations that TorchTPU lacks.
-_READS = "during an FX trace"
-_LACKS = "is not implemented for TPU"
+_READS_A_VALUE = "during an FX trace"
+_LACKS_OPERATION = "is not implemented for TPU"
 
 
 class Session(TorchDispatchMode):
@@ -50,11 +50,11 @@ class Session(TorchDispatchMode):
         self._jax_calls = jax_calls
         self._values: list[Tensor] = []  # the values that the graph may take
         self._arguments: list[Tensor] = []  # the placeholder of each value in the trace
-        self._shown: dict[int, Tensor] = {}  # the values by the storages of their stand-ins
-        self._stand_ins: dict[int, Tensor] = {}  # the stand-ins by the storages of their values
-        self._met: list[tuple[TensorWeakRef, Tensor]] = []  # the user's tensors that show stand-ins, and their values
-        self._taken: set[int] = set()  # the storages of values that the graph takes without a stand-in
-        self._born: set[int] = set()  # the storages that the trace has created
+        self._shown_values: dict[int, Tensor] = {}  # by the storage of the stand-in that shows the value
+        self._stand_ins: dict[int, Tensor] = {}  # by the storage of the value
+        self._user_tensors: list[tuple[TensorWeakRef, Tensor]] = []  # that show stand-ins, and their values
+        self._direct_values: set[int] = set()  # the storages of values that the graph takes without a stand-in
+        self._new_storages: set[int] = set()  # that the trace has created
         self._storages: list[Any] = []  # references to all these storages, so that no address is reused
         self._changed: set[int] = set()  # the storages of stand-ins that the trace has changed
         self._text: tuple[Sequence[Tensor], str] | None = None  # the text of the current graph of some tensors
@@ -76,7 +76,7 @@ class Session(TorchDispatchMode):
                 argument = names().placeholder(list(value.shape), value.dtype, False)
                 self._add(value, argument)
                 stand_in = argument.clone()
-                self._shown[storage_of(stand_in)] = value
+                self._shown_values[storage_of(stand_in)] = value
                 if _is_whole(value):
                     self._stand_ins[storage_of(value)] = stand_in
                 self._storages.append(stand_in.untyped_storage())
@@ -85,7 +85,7 @@ class Session(TorchDispatchMode):
 
     def take(self, value: Tensor) -> None:
         """Add a value that the trace uses without a stand-in, and never changes."""
-        self._taken.add(storage_of(value))
+        self._direct_values.add(storage_of(value))
         self._add(value, value)
 
     def _add(self, value: Tensor, argument: Tensor) -> None:
@@ -112,10 +112,10 @@ class Session(TorchDispatchMode):
             result = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             text = str(error)
-            if _READS not in text and _LACKS not in text:
+            if _READS_A_VALUE not in text and _LACKS_OPERATION not in text:
                 raise
             self._fallbacks(func.name())
-            result = self._compute(func, args, kwargs, on_host=_LACKS in text)
+            result = self._compute(func, args, kwargs, on_host=_LACKS_OPERATION in text)
         self.note(_tensors_in((result,), {}))
         return result
 
@@ -129,20 +129,25 @@ class Session(TorchDispatchMode):
         if tensor.is_cpu:  # a cheap test for most of the others
             return
         storage = storage_of(tensor)
-        if storage in self._born or storage in self._shown or storage in self._taken or not on_tpu(tensor):
+        if (
+            storage in self._new_storages
+            or storage in self._shown_values
+            or storage in self._direct_values
+            or not on_tpu(tensor)
+        ):
             return
         base = tensor._base
         if base is not None and storage_of(base) != storage:  # the view has other memory now
             base = None
         if storage in self._stand_ins or self._cores.has_value(tensor if base is None else base):
-            self._meet(tensor)
+            self._show_stand_in(tensor)
             if base is not None:  # changes of a view must show in its base
-                self._meet(base)
+                self._show_stand_in(base)
         else:  # a result, or a part of an operation that modes don't see, such as an LSTM
-            self._born.add(storage)
+            self._new_storages.add(storage)
             self._storages.append(tensor.untyped_storage())
 
-    def _meet(self, tensor: Tensor) -> None:
+    def _show_stand_in(self, tensor: Tensor) -> None:
         """Let a tensor with a value show a stand-in until the trace ends; tensors with shared memory share it."""
         value = tensor.detach()
         storage = storage_of(value)
@@ -156,11 +161,11 @@ class Session(TorchDispatchMode):
         if place_of(value) != place_of(stand_in):
             with noting(), torch.no_grad():
                 stand_in = stand_in.as_strided(value.shape, value.stride(), value.storage_offset())
-        self._met.append((TensorWeakRef(tensor), value))
+        self._user_tensors.append((TensorWeakRef(tensor), value))
         tensor.data = stand_in
 
     def _note_change(self, tensor: Tensor) -> None:
-        if not tensor.is_cpu and storage_of(tensor) in self._shown:
+        if not tensor.is_cpu and storage_of(tensor) in self._shown_values:
             self._changed.add(storage_of(tensor))
 
     def _compute(self, func: Any, args: Any, kwargs: Any, on_host: bool) -> Any:
@@ -183,43 +188,43 @@ class Session(TorchDispatchMode):
     def is_pending(self, tensor: Tensor) -> bool:
         """True if the graph has yet to compute a tensor."""
         storage = storage_of(tensor)
-        value = self._shown.get(storage)
+        value = self._shown_values.get(storage)
         if value is not None:
             return storage in self._changed or place_of(tensor) != place_of(value)
-        return storage in self._born
+        return storage in self._new_storages
 
     def find_written(self) -> list[Tensor]:
         """Return the tensors created before the trace that it has changed, or given another value by `data`."""
-        met = [(tensor, storage_of(tensor)) for met, _ in self._met if (tensor := met()) is not None]
-        return [tensor for tensor, storage in met if storage in self._changed or storage not in self._shown]
+        alive = [(tensor, storage_of(tensor)) for weak, _ in self._user_tensors if (tensor := weak()) is not None]
+        return [tensor for tensor, storage in alive if storage in self._changed or storage not in self._shown_values]
 
     def list_kept(self) -> list[Tensor]:
         """Return the tensors that the session itself keeps."""
-        values = (value for _, value in self._met)
-        return [*self._arguments, *self._shown.values(), *self._stand_ins.values(), *values]
+        values = (value for _, value in self._user_tensors)
+        return [*self._arguments, *self._shown_values.values(), *self._stand_ins.values(), *values]
 
     def end(self) -> None:
         """Restore the values of the user's tensors that still show stand-ins."""
-        for met, value in self._met:
-            tensor = met()
-            if tensor is not None and storage_of(tensor) in self._shown:
+        for weak, value in self._user_tensors:
+            tensor = weak()
+            if tensor is not None and storage_of(tensor) in self._shown_values:
                 tensor.data = value
 
     def handle(self, tensor: Tensor) -> Hashable:
         """Return the identity of the memory of a tensor's value."""
-        value = self._shown.get(storage_of(tensor))
+        value = self._shown_values.get(storage_of(tensor))
         return handle_of(tensor) if value is None else handle_of(value)
 
     def find_value(self, tensor: Tensor) -> Tensor | None:
         """Return the value behind a stand-in; None if the tensor is pending or isn't a stand-in."""
-        value = self._shown.get(storage_of(tensor))
+        value = self._shown_values.get(storage_of(tensor))
         return None if value is None or self.is_pending(tensor) else value
 
     def evaluate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Compute tensors of the trace now, and return their values."""
         waiting = [t for t in tensors if self.is_pending(t)]
         computed = iter(self._compute_now(waiting) if waiting else [])
-        return [next(computed) if self.is_pending(t) else self._shown.get(storage_of(t), t) for t in tensors]
+        return [next(computed) if self.is_pending(t) else self._shown_values.get(storage_of(t), t) for t in tensors]
 
     def _compute_now(self, roots: Sequence[Tensor]) -> list[Tensor]:
         text = text_of(roots, self._arguments)

@@ -53,17 +53,19 @@ class XlaDriver(Driver):
     donates_from = 1 << 24
 
     def __init__(self) -> None:
-        self._wish: str | None = None  # the user's `PJRT_DEVICE`, read before torch_xla sets it during its import
+        self._requested_device: str | None = (
+            None  # the user's `PJRT_DEVICE`, read before torch_xla sets it during its import
+        )
 
     # Cores
 
     def load(self) -> None:
         if "torch_xla" not in sys.modules:
-            self._wish = os.environ.get("PJRT_DEVICE")
+            self._requested_device = os.environ.get("PJRT_DEVICE")
         import_runtime()
 
     def start(self, request: CoresRequest, cores: Any, asked_by: str) -> tuple[int, int, str, int]:
-        return start(request, cores, asked_by, self._wish)
+        return start(request, cores, asked_by, self._requested_device)
 
     def start_absent(self, count: int) -> str:
         self.load()
@@ -100,7 +102,8 @@ class XlaDriver(Driver):
         return _KINDS.get(chips[0].name, chips[0].name) if chips else "cpu"
 
     def detach_forked_process(self) -> None:
-        # Two exit handlers wait for the device: torch_xla's, and the C++ destructors, before which the process exits.
+        # At exit, torch_xla's handler and the C++ destructors wait for the device. The first is unregistered; `_exit`
+        # skips the second.
         atexit.unregister(sys.modules["torch_xla"]._prepare_to_exit)
         libc = ctypes.CDLL(None)
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
@@ -195,7 +198,7 @@ class XlaDriver(Driver):
         return self._hash_of(roots, values, donated)
 
     def hash_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
-        with graph_hash.telling_apart(roots):
+        with graph_hash.distinguishing_inputs(roots):
             return self._hash_of(roots, values, donated)
 
     def _hash_of(self, roots: Sequence[Tensor], values: Sequence[Tensor], donated: Sequence[int]) -> Hashable:
@@ -214,7 +217,7 @@ class XlaDriver(Driver):
     def compile(self, trace: Trace) -> None:
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-        named = graph_hash.telling_apart(trace.roots)
+        named = graph_hash.distinguishing_inputs(trace.roots)
         with device_counters.role(trace.role, trace.cause), alias_with_buffer_donor_config(), named:
             xla()._xla_warm_up_cache(trace.roots, [])
 

@@ -3,7 +3,7 @@
 torch_xla finds a compiled program by the hash of its graph. The hash omits settings that are read only during lowering,
 such as the precision, and which of several inputs of one shape an operation takes: two nets that use the same layers in
 a different order have the same hash. torch_xla would silently run the program that it compiled first. So all functions
-that look for a program are called inside `telling_apart`.
+that look for a program are called inside `distinguishing_inputs`.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ def set_matmul_precision(name: str) -> None:
 
 
 @contextmanager
-def telling_apart(tensors: Sequence[Tensor], reason: str = "") -> Iterator[None]:
+def distinguishing_inputs(tensors: Sequence[Tensor], reason: str = "") -> Iterator[None]:
     """A context in which torch_xla finds the program of pending tensors by the operands of their operations, too.
 
     **This waits** for the device if a tensor is pending: a graph whose inputs have no memory yet can't be lowered.

@@ -33,8 +33,8 @@ _SUMS = (
 # or, for selu, a wrong gradient. inverse and svd are composed, too, but their parts don't run on the device, and their
 # gradients are correct.
 _COMPOSED = ("diag", "kl_div", "logdet", "selu", "selu_", "std", "std.dim")
-# torch_xla's kernels for these operations, or for their gradients, refuse tensors without dimensions.
-_OF_NUMBERS = (
+# torch_xla's kernels for these operations, or for their gradients, refuse scalars, which have no dimensions.
+_REFUSING_SCALARS = (
     *("_log_softmax", "_softmax", "all.dim", "any.dim", "cummax", "cummin", "cumprod", "cumsum", "index_add"),
     *("index_copy", "index_select", "kthvalue", "logsumexp", "masked_scatter", "max.dim", "mean.dim", "min.dim"),
     *("scatter.src", "scatter.value", "scatter_reduce.two", "sum.dim_IntList", "topk"),
@@ -42,7 +42,7 @@ _OF_NUMBERS = (
 _libraries: dict[str, torch.library.Library] = {}
 
 
-def mend_kernels(backend: str = "XLA") -> None:
+def patch_kernels(backend: str = "XLA") -> None:
     """Replace kernels of the device, permanently: removing a kernel while another thread runs it would crash.
 
     `roll` of an empty tensor divides by zero. `randperm` doesn't compile if several cores share the rows that it
@@ -67,7 +67,7 @@ def mend_kernels(backend: str = "XLA") -> None:
         for name, kernel in _kernels().items():
             key, native = redispatch(f"aten::{name}", backend)
             library.impl(name, partial(_on_the_device, kernel, native), key, with_keyset=True)
-        for name, kernel in _kernels_of_any().items():
+        for name, kernel in _kernels_with_any_first_argument().items():
             key, native = redispatch(f"aten::{name}", backend)
             library.impl(name, partial(kernel, native), key, with_keyset=True)
         for name, kernel in _kernels_above_gradients().items():
@@ -113,14 +113,14 @@ def _kernels() -> dict[str, Callable[..., Any]]:
 
 def _kernels_with_gradients() -> dict[str, Callable[..., Any]]:
     """Return the kernels that call operations with gradients; without gradients, the device's kernels remain."""
-    kernels: dict[str, Callable[..., Any]] = dict.fromkeys(_OF_NUMBERS, _with_dimensions)
+    kernels: dict[str, Callable[..., Any]] = dict.fromkeys(_REFUSING_SCALARS, _with_dimensions)
     kernels |= {"_fft_r2c": _transform_real, "gather": gathers.gather, "scatter_add": gathers.scatter_add}
     kernels |= dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor"), gathers.fill)
     kernels |= {name: partial(_in_float32, kernels.get(name, _native)) for name in _SCATTERS}
     return kernels | {_in_place(name): _add_in_place(name) for name in _SCATTERS}
 
 
-def _kernels_of_any() -> dict[str, Callable[..., Any]]:
+def _kernels_with_any_first_argument() -> dict[str, Callable[..., Any]]:
     """Return the kernels of operations whose first argument may be a number, or a tensor on the host."""
     kernels: dict[str, Callable[..., Any]] = {"copy_": user_reads.copy, "_to_cpu": user_reads.read_all}
     return kernels | {"pow.Scalar": complexes.power_of_number}

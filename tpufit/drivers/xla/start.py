@@ -19,10 +19,10 @@ from ...runtime.ops.lowerings import lower_missing
 from ...utils import hardware
 from ...utils.defer_import import defer_import
 from . import release_differences
-from .kernels import mend_kernels
+from .kernels import patch_kernels
 from .narrow_indices import narrow_indices
 from .start_errors import translate_import, translate_start
-from .sync_functions import mend_syncs
+from .sync_functions import patch_syncs
 
 # On a CPU: maxima and minima propagate NaN, as on a TPU and in PyTorch; and a network compiles in four fifths of the
 # time, to a program that is as fast.
@@ -30,8 +30,8 @@ _CPU_FLAGS = "--xla_cpu_enable_fast_min_max=false --xla_backend_optimization_lev
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0: all, 1: warnings, 2: errors, 3: fatal errors
 
 
-def start(request: CoresRequest, cores: Any, asked_by: str, wish: str | None) -> tuple[int, int, str, int]:
-    """Start torch_xla on these cores, see `Driver.start`; `wish` is the user's `PJRT_DEVICE`, or None."""
+def start(request: CoresRequest, cores: Any, asked_by: str, requested_device: str | None) -> tuple[int, int, str, int]:
+    """Start torch_xla on these cores, see `Driver.start`; `requested_device` is the user's `PJRT_DEVICE`, or None."""
     runtime = import_runtime()
     started = runtime._XLAC._xla_runtime_is_initialized()
     platform = runtime.runtime.device_type()
@@ -46,7 +46,7 @@ def start(request: CoresRequest, cores: Any, asked_by: str, wish: str | None) ->
         processes = runtime.runtime.process_count()
     except (RuntimeError, OSError) as error:
         release_differences.remove_exit_handler(runtime)
-        raise translate_start(error, platform, wish) from error
+        raise translate_start(error, platform, requested_device) from error
     index, count = _choose(request, available, platform, started, runtime.runtime.is_spmd(), cores)
     if processes > 1 and count < available:
         raise CoresError(
@@ -60,8 +60,8 @@ def start(request: CoresRequest, cores: Any, asked_by: str, wish: str | None) ->
             raise CoresError(f"{asked_by} needs {count} cores, but {why}. {cure}")
         runtime.runtime.use_spmd()
     lower_missing("XLA")
-    mend_kernels()
-    mend_syncs()
+    patch_kernels()
+    patch_syncs()
     if count > 1:
         narrow_indices()
     return count, index, platform, processes

@@ -24,13 +24,13 @@ def translate_import(error: BaseException) -> StartError:
     return StartError(with_words(sentence, f"{type(error).__name__}: {message_of(error)}"))
 
 
-def translate_start(error: BaseException, platform: str | None, wish: str | None) -> StartError:
+def translate_start(error: BaseException, platform: str | None, requested_device: str | None) -> StartError:
     """Translate the error of a runtime that doesn't start.
 
     Args:
         error: The error that torch_xla raised.
         platform: The kind of device that should have started, e.g. `"TPU"`.
-        wish: The value of `PJRT_DEVICE` in the user's environment, or None.
+        requested_device: The value of `PJRT_DEVICE` in the user's environment, or None.
 
     Example:
         >>> print(translate_start(OSError("libtpu not found"), "TPU", "TPU"))  # doctest: +ELLIPSIS
@@ -39,7 +39,7 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
     """  # noqa: E501
     text = message_of(error)
     holders = hardware.holders()
-    asks = f"PJRT_DEVICE={wish!r} requests a {platform}, but"
+    asks = f"PJRT_DEVICE={requested_device!r} requests a {platform}, but"
     if ("libtpu" in text and ("not found" in text or "cannot open" in text)) or "Failed to open" in text:
         installed = {"torch_xla": releases.version("torch_xla")}
         cure = f"On a TPU run: {releases.command(installed, 'libtpu')}; without a TPU unset PJRT_DEVICE"
@@ -63,6 +63,7 @@ def translate_start(error: BaseException, platform: str | None, wish: str | None
         who = f" ({hardware.describe(holders)} has it open)" if holders else ""
         message = (
             f"the {platform} runtime of torch_xla did not start. If another process uses the TPU{who}, end it. If "
-            f"there is no TPU, unset PJRT_DEVICE (now {wish!r}). For more checks, run python -m tpufit doctor"
+            f"there is no TPU, unset PJRT_DEVICE (now {requested_device!r}). For more checks, run python -m tpufit "
+            "doctor"
         )
     return StartError(with_words(message, text))

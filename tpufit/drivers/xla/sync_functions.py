@@ -1,6 +1,7 @@
-"""Replaces torch_xla's functions that compute pending tensors, so that they find programs inside `telling_apart`.
+"""Replaces torch_xla's functions that compute pending tensors.
 
-tpufit calls them, and so do `torch_xla.sync` and `xm.mark_step`, which the user's code may call.
+The replacements find programs inside `distinguishing_inputs`. tpufit calls them, and so do `torch_xla.sync` and
+`xm.mark_step`, which the user's code may call.
 """
 
 from collections.abc import Sequence
@@ -9,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...runtime.pending_tensors import find_pending_elsewhere, others_wait
-from .graph_hash import telling_apart
+from ...runtime.pending_tensors import find_pending_elsewhere, others_are_pending
+from .graph_hash import distinguishing_inputs
 
 
-def mend_syncs() -> None:
+def patch_syncs() -> None:
     """Replace the functions, permanently: another thread may be inside one."""
     import torch_xla
 
@@ -24,7 +25,7 @@ def mend_syncs() -> None:
 
 
 def _sync_multi(native: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
-    with telling_apart(tensors):
+    with distinguishing_inputs(tensors):
         native(tensors, *args, **kwargs)
 
 
@@ -37,6 +38,6 @@ def _step_marker(native: Any, *args: Any, tensors: Sequence[Tensor] | None = Non
         tensors: The tensors that may be pending (default: all tensors that Python refers to).
         kwargs: Its further arguments.
     """
-    pending = find_pending_elsewhere((), tensors) if others_wait(()) else ()
-    with telling_apart(pending, "launch"):
+    pending = find_pending_elsewhere((), tensors) if others_are_pending(()) else ()
+    with distinguishing_inputs(pending, "launch"):
         native(*args, **kwargs)

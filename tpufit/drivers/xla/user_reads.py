@@ -1,7 +1,7 @@
 """Kernels that copy a tensor to the host, such as those of `.item()`, `.cpu()` and operations that run on the host.
 
-Each computes pending tensors first, and finds their program inside `telling_apart`. complex128 is read as pairs of real
-numbers, because torch_xla drops the imaginary parts.
+Each computes pending tensors first, and finds their program inside `distinguishing_inputs`. complex128 is read as pairs
+of real numbers, because torch_xla drops the imaginary parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .graph_hash import telling_apart
+from .graph_hash import distinguishing_inputs
 
 
 def read(native: Callable[..., Any], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Read a tensor, as `.item()` does."""
     if tensor.dtype is torch.complex128:
         return tensor.cpu().item()
-    with telling_apart([tensor]):
+    with distinguishing_inputs([tensor]):
         return native(keys, tensor, *args, **kwargs)
 
 
@@ -26,7 +26,7 @@ def copy(native: Callable[..., Tensor], keys: Any, target: Tensor, source: Tenso
     reads = source.device.type == "xla" != target.device.type
     if reads and source.dtype is torch.complex128:
         return target.copy_(source.cpu())
-    with telling_apart([source] if reads else []):
+    with distinguishing_inputs([source] if reads else []):
         copied: Tensor = native(keys, target, source, *args)
     return copied
 
@@ -41,7 +41,7 @@ def convert(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any
     if tensor.dtype is torch.complex128:
         pairs = torch.view_as_real_copy(tensor).to(device)
         return torch.view_as_complex(pairs).to(kwargs.get("dtype") or tensor.dtype)
-    with telling_apart([tensor]):
+    with distinguishing_inputs([tensor]):
         copied: Tensor = native(keys, tensor, *args, **kwargs)
     return copied
 
@@ -50,5 +50,5 @@ def read_all(native: Callable[..., Any], keys: Any, tensors: Sequence[Tensor]) -
     """Read all operands of an operation that runs on the host."""
     # An operand may be a Python number: PyTorch has made a tensor of it, but passes the number.
     given = [tensor if isinstance(tensor, Tensor) else torch.tensor(tensor) for tensor in tensors]
-    with telling_apart([tensor for tensor in given if tensor.device.type == "xla"]):
+    with distinguishing_inputs([tensor for tensor in given if tensor.device.type == "xla"]):
         return native(keys, given)

@@ -5,7 +5,12 @@ from collections import Counter
 from typing import Any
 
 _COPIES = ("xla::clone", "xla::_copy_from", "xla::_to_copy")
-_LOOKS = ("UncachedCompile", "CachedCompile", "aten::_local_scalar_dense", "xla::_to_cpu")  # torch_xla's counters
+_READ_COUNTERS = (
+    "UncachedCompile",
+    "CachedCompile",
+    "aten::_local_scalar_dense",
+    "xla::_to_cpu",
+)  # torch_xla's counters
 
 
 def xla_metrics() -> Any:
@@ -25,7 +30,7 @@ def count_reads() -> tuple[int | None, ...]:
     """Return counts of executions and reads. If one rises during a trace, the trace was interrupted."""
     import torch_xla.debug.metrics as metrics
 
-    return tuple(map(metrics.counter_value, _LOOKS))
+    return tuple(map(metrics.counter_value, _READ_COUNTERS))
 
 
 def count_copies() -> tuple[int | None, ...]:
