@@ -13,7 +13,7 @@ def causal(x):
     return torch.ones(TIME, KEYS, dtype=torch.bool, device=x.device).tril()
 
 
-def places(x, size=TIME):
+def positions(x, size=TIME):
     return torch.arange(size, device=x.device)
 
 
@@ -21,7 +21,7 @@ def padding(x):
     return x > 0
 
 
-def numbers(x):
+def text_ids(x):
     return x.clamp(min=0).cumsum(-1) // 5  # words of one text have equal ids
 
 
@@ -29,14 +29,22 @@ def packed(x):
     """As transformers computes it from the positions in each text."""
     begins = torch.diff(x, prepend=x[:, :1] - 1, dim=-1)
     texts = (begins != 1).cumsum(-1)
-    b, q, k = places(x, ROWS)[:, None, None, None], places(x)[None, None, :, None], places(x)[None, None, None, :]
+    b, q, k = (
+        positions(x, ROWS)[:, None, None, None],
+        positions(x)[None, None, :, None],
+        positions(x)[None, None, None, :],
+    )
     mask = q.new_ones((), dtype=torch.bool) & (x[b, k] <= x[b, q])
     return (mask & (texts[b, q] == texts[b, k])).expand(ROWS, -1, TIME, KEYS)
 
 
 def padded(x):
     """As transformers computes it from an attention mask."""
-    b, q, k = places(x, ROWS)[:, None, None, None], places(x)[None, None, :, None], places(x)[None, None, None, :]
+    b, q, k = (
+        positions(x, ROWS)[:, None, None, None],
+        positions(x)[None, None, :, None],
+        positions(x)[None, None, None, :],
+    )
     mask = q.new_ones((), dtype=torch.bool) & (k <= q) & (k > q - 4)
     return (mask & padding(x).to(torch.bool)[b, k]).expand(ROWS, -1, TIME, KEYS)
 
@@ -55,8 +63,8 @@ def filled(x):
 
 def blocked(x):
     """As `PackedDataset` computes it from text ids."""
-    texts = numbers(x)
-    sees = (texts[:, None, :, None] == texts[:, None, None, :]) & (places(x)[:, None] >= places(x))
+    texts = text_ids(x)
+    sees = (texts[:, None, :, None] == texts[:, None, None, :]) & (positions(x)[:, None] >= positions(x))
     return torch.zeros_like(sees, dtype=torch.float32).masked_fill(~sees, float("-inf"))
 
 
@@ -66,18 +74,18 @@ FOUND = {
     "of keys, for all rows": lambda x: padding(x)[0],
     "of queries": lambda x: padding(x)[:, None, :, None],
     "causal": causal,
-    "causal, by places": lambda x: places(x)[None] <= places(x)[:, None],
-    "causal, by places, turned": lambda x: places(x)[:, None].ge(places(x)),
-    "a window": lambda x: causal(x) & (places(x)[None] > places(x)[:, None] - 3),
-    "a window to both sides": lambda x: (places(x)[:, None] - places(x)).abs() <= 2,
+    "causal, from positions": lambda x: positions(x)[None] <= positions(x)[:, None],
+    "causal, from positions, query first": lambda x: positions(x)[:, None].ge(positions(x)),
+    "a window": lambda x: causal(x) & (positions(x)[None] > positions(x)[:, None] - 3),
+    "a window to both sides": lambda x: (positions(x)[:, None] - positions(x)).abs() <= 2,
     "causal and padding": lambda x: causal(x) & padding(x)[:, None, None],
     "made of three dimensions": lambda x: (causal(x) & padding(x)[:, None])[:, None],
     "made of three dimensions, unsqueezed": lambda x: torch.logical_and(causal(x), padding(x)[:, None]).unsqueeze(1),
-    "made of two dimensions, viewed": lambda x: (causal(x) & (places(x) > 0)).view(1, 1, TIME, KEYS),
+    "made of two dimensions, viewed": lambda x: (causal(x) & (positions(x) > 0)).view(1, 1, TIME, KEYS),
     "padding both ways": lambda x: (padding(x)[:, :, None] & padding(x)[:, None])[:, None],
-    "texts": lambda x: numbers(x)[:, None, :, None] == numbers(x)[:, None, None],
+    "texts": lambda x: text_ids(x)[:, None, :, None] == text_ids(x)[:, None, None],
     "texts, causal, padding": lambda x: (
-        (numbers(x)[:, :, None] == numbers(x)[:, None]) & causal(x) & padding(x)[:, None]
+        (text_ids(x)[:, :, None] == text_ids(x)[:, None]) & causal(x) & padding(x)[:, None]
     )[:, None],
     "transformers' of padding and a window": padded,
     "added, of keys": lambda x: torch.zeros_like(x, dtype=torch.float32).masked_fill_(x <= 0, float("-inf"))[
@@ -88,7 +96,7 @@ FOUND = {
 }
 PACKED = {
     "transformers' of texts": packed,
-    "transformers' of texts, of places that it repeats": lambda x: packed(x[:1].expand(ROWS, -1)),
+    "transformers' of texts, from repeated positions": lambda x: packed(x[:1].expand(ROWS, -1)),
 }
 
 
@@ -105,14 +113,14 @@ def of_changed_parts(x):
     return mask
 
 
-def of_changed_numbers(x):
-    own = numbers(x)
+def of_changed_text_ids(x):
+    own = text_ids(x)
     mask = own[:, None, :, None] == own[:, None, None]
-    own.add_(places(x))
+    own.add_(positions(x))
     return mask
 
 
-def of_changed_places(x):
+def of_changed_positions(x):
     x = x.clone()
     texts = (torch.diff(x, prepend=x[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     x.copy_(x.flip(-1))
@@ -120,14 +128,14 @@ def of_changed_places(x):
 
 
 def of_a_changed_negation(x):
-    sees = (numbers(x)[:, None, :, None] == numbers(x)[:, None, None]) & causal(x)
+    sees = (text_ids(x)[:, None, :, None] == text_ids(x)[:, None, None]) & causal(x)
     hidden = ~sees
     hidden[0] = False
     return torch.zeros_like(sees, dtype=torch.float32).masked_fill(hidden, float("-inf"))
 
 
-def of_what_changed_since(x):
-    sees = (numbers(x)[:, None, :, None] == numbers(x)[:, None, None]) & causal(x)
+def of_a_mask_changed_later(x):
+    sees = (text_ids(x)[:, None, :, None] == text_ids(x)[:, None, None]) & causal(x)
     hidden = ~sees
     sees[0] = True
     return torch.zeros_like(sees, dtype=torch.float32).masked_fill(hidden, float("-inf"))
@@ -140,24 +148,26 @@ def in_inference_mode(x):
 
 
 UNKNOWN = {
-    "of a negation that has changed": of_a_changed_negation,
-    "of a negation of what has changed": of_what_changed_since,
-    "any": lambda x: (x[:, None, :, None] * x[:, None, None] % 3) == 0,
-    "of heads": lambda x: (x > 0).view(1, ROWS, 1, KEYS),
+    "a negation that was changed": of_a_changed_negation,
+    "a negation of a mask changed later": of_a_mask_changed_later,
+    "arbitrary": lambda x: (x[:, None, :, None] * x[:, None, None] % 3) == 0,
+    "different for each head": lambda x: (x > 0).view(1, ROWS, 1, KEYS),
     "either of two": lambda x: causal(x) | padding(x)[:, None, None],
     "all but causal": lambda x: ~causal(x),
-    "places that go up and down": lambda x: x[:, None, None] <= x[:, None, :, None],
-    "places of other texts": lambda x: (
-        (x[:, None, None] <= x[:, None, :, None]) & (numbers(x)[:, None, :, None] == numbers(x)[:, None, None])
+    "positions that go up and down": lambda x: x[:, None, None] <= x[:, None, :, None],
+    "positions of other texts": lambda x: (
+        (x[:, None, None] <= x[:, None, :, None]) & (text_ids(x)[:, None, :, None] == text_ids(x)[:, None, None])
     ),
-    "places with a gap": lambda x: (places(x) % 2 == 0) & causal(x) & ((places(x)[:, None] + places(x)) % 3 > 0),
-    "made by vmap": lambda x: torch.vmap(lambda q: q >= places(x))(places(x)),
+    "positions with a gap": lambda x: (
+        (positions(x) % 2 == 0) & causal(x) & ((positions(x)[:, None] + positions(x)) % 3 > 0)
+    ),
+    "made by vmap": lambda x: torch.vmap(lambda q: q >= positions(x))(positions(x)),
     "made in inference mode": in_inference_mode,
     "a number that is added": lambda x: x.float()[:, None, None],
     "changed later": changed_later,
-    "of parts that were changed": of_changed_parts,
-    "of numbers that were changed": of_changed_numbers,
-    "of places that were changed": of_changed_places,
+    "parts that were changed": of_changed_parts,
+    "text ids that were changed": of_changed_text_ids,
+    "positions that were changed": of_changed_positions,
 }
 
 
@@ -171,21 +181,21 @@ def made(place, make, values):
     return mask, found
 
 
-def seen_by(pattern):
+def attended_by(pattern):
     """Return True where a query attends to a key, by a pattern."""
-    of_query, of_key = torch.arange(TIME)[:, None], torch.arange(KEYS)
-    seen = torch.ones(ROWS, TIME, KEYS, dtype=torch.bool)
+    query_positions, key_positions = torch.arange(TIME)[:, None], torch.arange(KEYS)
+    attends = torch.ones(ROWS, TIME, KEYS, dtype=torch.bool)
     if pattern.left is not None:
-        seen &= of_key >= of_query - pattern.left
+        attends &= key_positions >= query_positions - pattern.left
     if pattern.right is not None:
-        seen &= of_key <= of_query + pattern.right
+        attends &= key_positions <= query_positions + pattern.right
     if pattern.query_segments is not None:
         queries, keys = runtime.to_host([pattern.query_segments, pattern.key_segments], "test")
         assert (
             queries.dtype is keys.dtype is torch.int32 and queries.shape == (ROWS, TIME) and keys.shape == (ROWS, KEYS)
         )
-        seen &= queries[:, :, None] == keys[:, None]
-    return seen
+        attends &= queries[:, :, None] == keys[:, None]
+    return attends
 
 
 def check(place, make, values):
@@ -194,7 +204,7 @@ def check(place, make, values):
     (mask,) = runtime.to_host([mask], "test")
     allowed = mask if mask.dtype is torch.bool else mask == 0
     allowed = allowed.expand(ROWS, 1, TIME, KEYS)[:, 0]
-    assert torch.equal(seen_by(found), allowed)
+    assert torch.equal(attended_by(found), allowed)
     if found.knows_blind:
         hidden = ~allowed.any(-1)
         (blind,) = (torch.zeros_like(hidden),) if found.blind is None else runtime.to_host([found.blind], "test")

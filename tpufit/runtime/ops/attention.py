@@ -17,7 +17,7 @@ from .products import product
 from .residuals import compute_residual
 from .views import slice_base
 
-_FAST_MEMORY = 128 << 20  # bytes, of a core of a v5e or v6e
+_FAST_MEMORY = 128 << 20  # bytes, on a core of a v5e or v6e
 
 
 def attention(
@@ -36,6 +36,9 @@ def attention(
     The attention weights are kept for the backward pass, which computes the sum over them from the result instead
     (equation 4 of "FlashAttention", https://arxiv.org/abs/2205.14135, appendix B). Query heads that share a key-value
     head get an extra dimension, so that no key or value is repeated.
+
+    Returns:
+        The attention; None if the arguments don't fit, so that PyTorch's own kernel runs or raises its error.
     """
     kind = query.device.type
     # Attention isn't on autocast's lists: PyTorch's kernel casts its products.
@@ -64,15 +67,15 @@ def attention(
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float
 ) -> Tensor:
-    shared = query.shape[:-2] != key.shape[:-2]
-    if shared:
+    grouped = query.shape[:-2] != key.shape[:-2]
+    if grouped:
         query = query.unflatten(-3, (key.shape[-3], -1))
         if attn_mask is not None and attn_mask.dim() > 2:
             attn_mask = attn_mask.unflatten(-3, (1, 1) if attn_mask.shape[-3] == 1 else query.shape[-4:-2])
     region = trace_context().attention_region
     attend = _attend if region is None else region(_attend)
     y = attend(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    return y.flatten(-4, -3) if shared else y
+    return y.flatten(-4, -3) if grouped else y
 
 
 def _attend(
@@ -85,7 +88,7 @@ def _attend(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention. If queries have one more dimension than keys, the keys are shared along it."""
+    """Attention. If queries have one more dimension than keys, they share the keys along it."""
 
     @staticmethod
     def forward(
@@ -100,10 +103,10 @@ class _Attention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         keep = keep if keep is None else compute_once(keep)
-        shares = _shares(query, key, mask, is_causal, scale)
+        normalized = _normalized_weights(query, key, mask, is_causal, scale)
         blind = _blind(mask)
-        (y,), _ = compute_residual(lambda: [_mean(_scale(shares, keep, dropout), value, blind)])
-        ctx.save_for_backward(query, key, value, mask, keep, blind, shares, y)
+        (y,), _ = compute_residual(lambda: [_mean(_scale(normalized, keep, dropout), value, blind)])
+        ctx.save_for_backward(query, key, value, mask, keep, blind, normalized, y)
         ctx.dropout = dropout
         ctx.is_causal = is_causal
         ctx.scale = scale
@@ -111,26 +114,26 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, mask, keep, blind, shares, y = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative goes through the shares too
-            shares = _shares(query, key, mask, ctx.is_causal, ctx.scale)
-            y = _mean(_scale(shares, keep, ctx.dropout), value, blind)
+        query, key, value, mask, keep, blind, normalized, y = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative goes through the weights too
+            normalized = _normalized_weights(query, key, mask, ctx.is_causal, ctx.scale)
+            y = _mean(_scale(normalized, keep, ctx.dropout), value, blind)
         q, k = _indices(query, key)
         gradient = gradient if blind is None else gradient.masked_fill(blind, 0)
         # The derivative of a softmax is p * (dp - sum(dp * p)). The sum equals sum(dy * y), over fewer numbers.
-        of_shares = _multiply_wide(f"{q}xz,{k}yz->{q}xy", gradient, value)
-        mean = (gradient.to(shares.dtype) * y.to(shares.dtype)).sum(-1, keepdim=True)
-        of_scores = shares * (_scale(of_shares, keep, ctx.dropout) - mean)
-        of_products = (of_scores * ctx.scale).to(query.dtype)
-        weights = _scale(shares, keep, ctx.dropout)
-        of_mask = None
+        weight_gradient = _multiply_wide(f"{q}xz,{k}yz->{q}xy", gradient, value)
+        mean = (gradient.to(normalized.dtype) * y.to(normalized.dtype)).sum(-1, keepdim=True)
+        score_gradient = normalized * (_scale(weight_gradient, keep, ctx.dropout) - mean)
+        product_gradient = (score_gradient * ctx.scale).to(query.dtype)
+        weights = _scale(normalized, keep, ctx.dropout)
+        mask_gradient = None
         if mask is not None and ctx.needs_input_grad[3]:
-            of_mask = of_scores.sum_to_size(mask.shape).to(mask.dtype)
+            mask_gradient = score_gradient.sum_to_size(mask.shape).to(mask.dtype)
         return (
-            product(f"{q}xy,{k}yz->{q}xz", of_products, key),
-            product(f"{q}xy,{q}xz->{k}yz", of_products, query),
+            product(f"{q}xy,{k}yz->{q}xz", product_gradient, key),
+            product(f"{q}xy,{q}xz->{k}yz", product_gradient, query),
             product(f"{q}xy,{q}xz->{k}yz", weights.to(value.dtype), gradient),
-            *(of_mask, None, None, None, None),
+            *(mask_gradient, None, None, None, None),
         )
 
 
@@ -154,7 +157,7 @@ class _Narrow(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> Tensor:
-        weights = _weights(query, key, mask, is_causal, scale)
+        weights = _unnormalized_weights(query, key, mask, is_causal, scale)
         blind = _blind(mask)
         if keep is None:
             divisor = weights.sum(-1, keepdim=True)
@@ -175,7 +178,7 @@ class _Narrow(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, mask, blind, weights, divisor, y = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative goes through the weights too
-            recomputed = _weights(query, key, mask, ctx.is_causal, ctx.scale)
+            recomputed = _unnormalized_weights(query, key, mask, ctx.is_causal, ctx.scale)
             divisor = recomputed.sum(-1, keepdim=True) * (1 - ctx.dropout)
             weights = recomputed * weights.sign()
             y = _quotient(_zero_dropped(weights, ctx.dropout), divisor, value, blind)
@@ -183,39 +186,39 @@ class _Narrow(torch.autograd.Function):
         # As in `_Attention`, but the gradient is divided by the sum of the weights, because the weights aren't.
         gradient = (gradient.to(divisor.dtype) / divisor).to(value.dtype)
         gradient = gradient if blind is None else gradient.masked_fill(blind, 0)
-        of_weights = _multiply_wide(f"{q}xz,{k}yz->{q}xy", gradient, value)
+        weight_gradient = _multiply_wide(f"{q}xz,{k}yz->{q}xy", gradient, value)
         mean = (gradient.to(divisor.dtype) * y.to(divisor.dtype)).sum(-1, keepdim=True)
         kept = _zero_dropped(weights, ctx.dropout).to(value.dtype)
         if ctx.dropout:
             mean = mean * (1 - ctx.dropout)  # the divisor includes the factor of dropout; this sum is over all weights
-            of_weights = of_weights.masked_fill(weights <= 0, 0)
+            weight_gradient = weight_gradient.masked_fill(weights <= 0, 0)
             weights = weights.abs()
-        of_scores = weights.to(divisor.dtype) * (of_weights - mean)
-        of_products = (of_scores * ctx.scale).to(query.dtype)
-        if of_scores.nbytes > cores() * _FAST_MEMORY:
+        score_gradient = weights.to(divisor.dtype) * (weight_gradient - mean)
+        product_gradient = (score_gradient * ctx.scale).to(query.dtype)
+        if score_gradient.nbytes > cores() * _FAST_MEMORY:
             # Rounded where it is computed, so that half as many bytes are written and read.
-            of_key = product(f"{q}xy,{q}xz->{k}yz", compute_once(of_products), query)
+            key_gradient = product(f"{q}xy,{q}xz->{k}yz", compute_once(product_gradient), query)
         else:
             # Rounded by the two products that read it from fast memory: rounding where it is computed would take three
             # times as long. Each product rounds a different number; otherwise the compiler would round at the source.
-            of_key = product(f"{q}xy,{q}xz->{k}yz", of_scores.to(query.dtype), query) * ctx.scale
-        of_mask = None
+            key_gradient = product(f"{q}xy,{q}xz->{k}yz", score_gradient.to(query.dtype), query) * ctx.scale
+        mask_gradient = None
         if mask is not None and ctx.needs_input_grad[3]:
-            of_mask = of_scores.sum_to_size(mask.shape).to(mask.dtype)
+            mask_gradient = score_gradient.sum_to_size(mask.shape).to(mask.dtype)
         return (
-            product(f"{q}xy,{k}yz->{q}xz", of_products, key),
-            of_key,
+            product(f"{q}xy,{k}yz->{q}xz", product_gradient, key),
+            key_gradient,
             product(f"{q}xy,{q}xz->{k}yz", kept, gradient),
-            *(of_mask, None, None, None, None),
+            *(mask_gradient, None, None, None, None),
         )
 
 
-def _shares(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+def _normalized_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """Return the normalized weights of keys for each query, at least in float32; arbitrary if all keys are masked."""
     return torch.softmax(_scores(query, key, mask, is_causal, scale), -1)
 
 
-def _weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+def _unnormalized_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """Return the weights of keys for each query before normalization, from 0 to 1."""
     scores = _scores(query, key, mask, is_causal, scale)
     with assuming_finite():
@@ -233,8 +236,8 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, sc
         queries, keys = (torch.arange(x.shape[-2], dtype=torch.int32, device=x.device) for x in (query, key))
         scores = scores.masked_fill(queries[:, None] < keys, least)
     if mask is not None:
-        of_bool = mask.dtype is torch.bool
-        scores = scores.masked_fill(~mask, least) if of_bool else (scores + mask).clamp(min=number)
+        is_boolean = mask.dtype is torch.bool
+        scores = scores.masked_fill(~mask, least) if is_boolean else (scores + mask).clamp(min=number)
     return scores
 
 

@@ -29,7 +29,7 @@ from .residuals import compute_residual, keeps_residuals
 Computation = Callable[..., list[Tensor]]
 
 _LANES = 128
-# Candidate block sizes. With larger blocks keys and values are read less often.
+# Possible sizes of blocks. With larger blocks, keys and values are read less often.
 _BLOCKS = (512, 384, 256, 128)
 
 
@@ -40,14 +40,14 @@ class _Shape:
     Attributes:
         rows: The number of rows on the core.
         heads: The number of query heads.
-        shared: The number of key-value heads.
+        key_heads: The number of key-value heads.
         queries: The number of queries, a multiple of the block size.
         keys: The number of keys, a multiple of the block size.
         width: The width of a query or key head.
-        of_value: The width of a value head.
+        value_width: The width of a value head.
         dtype: The dtype, e.g. `"bfloat16"`.
-        left: The number of positions before its own to which a query attends; None: all.
-        right: The number of positions after its own to which a query attends; None: all.
+        left: How many positions before its own a query attends to; None: all.
+        right: How many positions after its own a query attends to; None: all.
         segmented: True if the kernel takes segments.
         learns: True if a backward pass follows.
         interpreted: True for Pallas' interpreter on a CPU.
@@ -55,11 +55,11 @@ class _Shape:
 
     rows: int
     heads: int
-    shared: int
+    key_heads: int
     queries: int
     keys: int
     width: int
-    of_value: int
+    value_width: int
     dtype: str
     left: int | None
     right: int | None
@@ -129,14 +129,14 @@ def _kernel(shape: _Shape) -> _Kernel:
 
     rows = shape.rows
     dtype = jax.numpy.dtype(shape.dtype)
-    of = jax.ShapeDtypeStruct
+    array = jax.ShapeDtypeStruct
     arguments = [
-        of((rows, shape.heads, shape.queries, shape.width), dtype),
-        of((rows, shape.shared, shape.keys, shape.width), dtype),
-        of((rows, shape.shared, shape.keys, shape.of_value), dtype),
+        array((rows, shape.heads, shape.queries, shape.width), dtype),
+        array((rows, shape.key_heads, shape.keys, shape.width), dtype),
+        array((rows, shape.key_heads, shape.keys, shape.value_width), dtype),
     ]
     if shape.segmented:
-        arguments += [of((rows, length), jax.numpy.dtype("int32")) for length in lengths]
+        arguments += [array((rows, length), jax.numpy.dtype("int32")) for length in lengths]
     platform = "cpu" if shape.interpreted else "tpu"
     forward_call, results = driver().jax_call(forward, arguments, platform, "flash_attention")
     if not shape.learns:
@@ -158,23 +158,27 @@ def _work(shape: _Shape) -> list[KernelWork]:
     heads = shape.rows * shape.heads
     scores = heads * block_q * block_kv * blocks
     width = shape.width
-    of_value = shape.of_value
+    value_width = shape.value_width
     # In memory a row is padded to whole lanes.
-    row = (_lanes(width) + _lanes(of_value)) * (2 if shape.dtype == "bfloat16" else 4)
+    row = (_lanes(width) + _lanes(value_width)) * (2 if shape.dtype == "bfloat16" else 4)
     queries = heads * shape.queries
-    keys = shape.rows * shape.shared * shape.keys
+    keys = shape.rows * shape.key_heads * shape.keys
     per_query = 4 * _LANES * queries  # one 32-bit number for each query, padded to all lanes of a row
     limited = (shape.left, shape.right) != (None, None)
     masks = per_query * (limited + shape.segmented)  # the positions and segments of queries
     reread = scores // block_q * row  # keys and values, for each block of queries
     return [
         KernelWork(
-            "splash_mha_fwd", 2 * scores * (width + of_value), width, queries * row + reread + per_query + masks, True
+            "splash_mha_fwd",
+            2 * scores * (width + value_width),
+            width,
+            queries * row + reread + per_query + masks,
+            True,
         ),
-        KernelWork("splash_mha_dq", 2 * scores * (2 * width + of_value), width, 2 * queries * row + reread + masks),
+        KernelWork("splash_mha_dq", 2 * scores * (2 * width + value_width), width, 2 * queries * row + reread + masks),
         KernelWork(
             "splash_mha_dkv",
-            4 * scores * (width + of_value),
+            4 * scores * (width + value_width),
             width,
             # Queries and gradients for each block of keys, which every query head reads.
             scores // block_kv * (row + 2 * 8 * 4) + heads * shape.keys * row + 2 * keys * row,
@@ -262,11 +266,11 @@ class _Flash(torch.autograd.Function):
             _Shape(
                 rows=local[0].shape[0],
                 heads=query.shape[1],
-                shared=key.shape[1],
+                key_heads=key.shape[1],
                 queries=filled[0],
                 keys=filled[1],
                 width=local[0].shape[-1],
-                of_value=local[2].shape[-1],
+                value_width=local[2].shape[-1],
                 dtype=str(query.dtype).removeprefix("torch."),
                 left=left,
                 right=right,
@@ -286,22 +290,22 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, mask, *kept = ctx.saved_tensors
-        rest = (None,) * 4
+        without_gradient = (None,) * 4
         if torch.is_grad_enabled():  # for a second derivative
             learns = ctx.needs_input_grad[:3]
             inputs = [x for x, needed in zip((query, key, value), learns, strict=True) if needed]
             gradients = torch.autograd.grad(ctx.plain(query, key, value, mask), inputs, gradient, create_graph=True)
             remaining = iter(gradients)
-            return *(next(remaining) if needed else None for needed in learns), *rest
+            return *(next(remaining) if needed else None for needed in learns), *without_gradient
         lanes, positions = (kept[i].shape[dim] - gradient.shape[dim] for i, dim in ((2, -1), (0, -2)))
         padded = F.pad(gradient, (0, lanes, 0, positions))
         parts = ctx.kernel.backward(ctx.placement.to_core(padded), *kept)
         padded_gradients = [ctx.placement.from_core(x, len(query)) for x in parts]
-        of_query, of_key, of_value = (
+        query_gradient, key_gradient, value_gradient = (
             x[:, :, : like.shape[-2], : like.shape[-1]]
             for x, like in zip(padded_gradients, (query, key, value), strict=True)
         )
-        return of_query * ctx.scale, of_key, of_value, *rest
+        return query_gradient * ctx.scale, key_gradient, value_gradient, *without_gradient
 
 
 def _keep(results: list[Tensor], rows: int, placement: CorePlacement) -> list[Tensor]:
@@ -309,8 +313,8 @@ def _keep(results: list[Tensor], rows: int, placement: CorePlacement) -> list[Te
     if not keeps_residuals():
         return results
     # The other results belong to the mask, and don't depend on the rows.
-    of_rows, _ = compute_residual(lambda: [placement.from_core(x, rows) for x in results if x.is_floating_point()])
-    local = map(placement.to_core, of_rows)
+    per_row, _ = compute_residual(lambda: [placement.from_core(x, rows) for x in results if x.is_floating_point()])
+    local = map(placement.to_core, per_row)
     return [next(local) if x.is_floating_point() else x for x in results]
 
 
