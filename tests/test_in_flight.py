@@ -15,10 +15,10 @@ pytestmark = pytest.mark.cores(1, 8, quick=True)
     ("limits", "nbytes", "steps"),
     [
         # With at most 4, 16, 64 and then 256 pending steps, each wait leaves half.
-        ({"most": 256}, 100, [4, 18, 74, 298, 426]),
-        ({"most": 10}, 100, [4, 12, 17, 22, 27]),
-        ({"most": 256, "nbytes": 600}, 100, [4, 8, 11, 14, 17]),
-        ({"most": 256, "nbytes": 600}, 1000, [4, 5, 6, 7, 8]),
+        ({"max_pending": 256}, 100, [4, 18, 74, 298, 426]),
+        ({"max_pending": 10}, 100, [4, 12, 17, 22, 27]),
+        ({"max_pending": 256, "nbytes": 600}, 100, [4, 8, 11, 14, 17]),
+        ({"max_pending": 256, "nbytes": 600}, 1000, [4, 5, 6, 7, 8]),
     ],
 )
 def test_steps_run_ahead_until_they_are_too_many(place, limits, nbytes, steps):
@@ -34,7 +34,7 @@ def test_steps_run_ahead_until_they_are_too_many(place, limits, nbytes, steps):
 
 
 def test_all_roles_and_models_run_ahead_by_three_times_one_limit(place):
-    roles = [RunsAhead(seconds=1e9, most=10) for _ in range(6)]
+    roles = [RunsAhead(seconds=1e9, max_pending=10) for _ in range(6)]
     most = 0
     for turn in range(12):
         for role in roles:

@@ -15,10 +15,10 @@ ATTENTION = ("auto", "plain", "flash")
 class AttentionForms:
     """The requested form of attention, and each layer's actual form."""
 
-    asked: str = "plain"  # or "flash", or "auto": flash attention where it is faster
+    requested: str = "plain"  # or "flash", or "auto": flash attention where it is faster
     # "flash", or "plain" with the reason, by the module that called attention.
     of_layers: MutableMapping[nn.Module, str] = field(default_factory=WeakKeyDictionary)
-    told: set[str] = field(default_factory=set)  # the reasons of past warnings
+    warned: set[str] = field(default_factory=set)  # the reasons of past warnings
 
     def named(self, module: nn.Module) -> dict[str, str]:
         """Return the actual form of each layer's attention, by the layer's name.

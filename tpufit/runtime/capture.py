@@ -28,7 +28,7 @@ from .aliases import aliases_of
 from .device_state import HeldState
 from .donation import find_donated
 from .driver import driver
-from .graph import Graph, recognise, template_of
+from .graph import Graph, find_sources, make_template
 from .pending_tensors import (
     alias_memory,
     compute,
@@ -201,7 +201,7 @@ class Capture:
         sums = target.sums
         memory = self._index_memory()
         leaves, spec = tree_flatten(self.outputs)
-        template, computed = template_of(leaves, memory)
+        template, computed = make_template(leaves, memory)
         changed, replaced, aliases = before.view.find_changes(target.placement)
         summed = find_pending(sums.tensors)
         own = [*replaced, *(sums.tensors[i] for i in summed)]
@@ -218,7 +218,7 @@ class Capture:
             resolve(self.outputs, target)
             return None
         values = driver().inputs_of(roots)
-        sources, constants, places = recognise(values, memory, before.seeds)
+        sources, constants, places = find_sources(values, memory, before.seeds)
         if not driver().is_lazy:
             # The trace lists its inputs in any order; a graph takes them in the order of the lists.
             order = sorted(range(len(sources)), key=lambda i: (_LISTS.index(sources[i][0]), sources[i][1]))

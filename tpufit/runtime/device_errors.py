@@ -11,7 +11,7 @@ from .devices import get_settled_cores
 from .driver import driver
 
 # The memory of most TPUs' cores, for errors that don't name it.
-_ROOM = 1 << 34
+_USUAL_MEMORY = 1 << 34
 # Words of XLA:CPU; XLA:TPU at compile time; libtpu when it loads a program or allocates a tensor.
 _FULL = re.compile(r"RESOURCE_EXHAUSTED|out of memory|std::bad_alloc|cannot allocate memory", re.IGNORECASE)
 _SCRATCH = re.compile(r"memory space (vmem|smem)")
@@ -98,16 +98,18 @@ def translate(error: BaseException, memory: StepMemory | None = None) -> TpufitE
             "batch size. Try another size of the layer that the text below names, or set "
             "LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=65536 before the start"
         )
-        return errors.OutOfMemoryError(with_words(sentence, text))
+        return errors.OutOfMemoryError(add_runtime_text(sentence, text))
     if _FULL.search(text):
-        return errors.OutOfMemoryError(with_words(_explain_full_memory(text, memory), text))
+        return errors.OutOfMemoryError(add_runtime_text(_explain_full_memory(text, memory), text))
     if _MESH.search(text) and isinstance(error, AssertionError):
         sentence = (
             "the runtime's cores differ from the cores that tpufit has settled. Other code has changed them in this "
             "process: restart it (in a notebook: the kernel), and let tpufit.init() set the cores"
         )
-        return errors.CoresError(with_words(sentence, text))
-    return next((kind(with_words(sentence, text)) for known, kind, sentence in _OTHERS if known.search(text)), None)
+        return errors.CoresError(add_runtime_text(sentence, text))
+    return next(
+        (kind(add_runtime_text(sentence, text)) for known, kind, sentence in _OTHERS if known.search(text)), None
+    )
 
 
 def _explain_full_memory(text: str, memory: StepMemory | None) -> str:
@@ -123,21 +125,21 @@ def _explain_full_memory(text: str, memory: StepMemory | None) -> str:
         need = ""
     if memory is None:
         return f"the device has no room{need}. Take a smaller batch_size"
-    each = -(-memory.rows // memory.cores)
+    rows_per_core = -(-memory.rows // memory.cores)
     if memory.role == "train":
         have = (
             f"weights {size(memory.weights)}, optimizer {size(memory.optimizer)}, gradients "
             f"{size(memory.learns)}, batch {size(memory.batch)}; the rest are activations"
         )
         state = memory.weights + memory.optimizer + memory.learns
-        room = parse_bytes(said.has) if said.has else _ROOM
-        cures = remedies(state, max(room, state), each, memory.cores, memory.split, memory.remat)
+        room = parse_bytes(said.has) if said.has else _USUAL_MEMORY
+        cures = remedies(state, max(room, state), rows_per_core, memory.cores, memory.split, memory.remat)
         cures += ["compile(precision='bf16')"] if memory.precision == "fp32" else []
         cures += ["an optimizer with less state"] if memory.optimizer > memory.weights else []
     else:
         have = f"weights {size(memory.weights)}, batch {size(memory.batch)}; the rest are activations and outputs"
-        cures = [f"a smaller batch_size, such as {max(1, each // 2)}"]
-    step = f"a {memory.role} step of {say_count(each, 'row')} a core"
+        cures = [f"a smaller batch_size, such as {max(1, rows_per_core // 2)}"]
+    step = f"a {memory.role} step of {say_count(rows_per_core, 'row')} a core"
     return f"the device has no room for {step}{need}. On each core are {have}. Try {', or '.join(cures)}"
 
 
@@ -145,7 +147,7 @@ def _make_legible(nbytes: str) -> str:
     return size(int(nbytes)) if nbytes.isdecimal() else nbytes
 
 
-def with_words(sentence: str, text: str) -> str:
+def add_runtime_text(sentence: str, text: str) -> str:
     cores = get_settled_cores()
     who = "PyTorch" if cores is not None and cores.platform == "CUDA" else driver().name
     return f"{sentence}\n{who} says: {text}"

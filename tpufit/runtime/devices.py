@@ -17,7 +17,7 @@ from ..utils.user_code import users_line, warn
 from .driver import CoresRequest, driver
 from .forks import guard_forks, refuse_fork
 
-_MOST = 1 << 20  # more cores than any device has
+_MAX_CORES = 1 << 20  # more cores than any device has
 _REQUESTED_DEVICE = os.environ.get("PJRT_DEVICE")  # read before torch_xla sets the variable itself
 
 
@@ -196,11 +196,11 @@ def _parse(cores: CoresArgument) -> CoresRequest:
         return CoresRequest(None, None)
     if isinstance(cores, str) and cores.strip().isdecimal():
         cores = int(cores)
-    if isinstance(cores, (int, np.integer)) and not isinstance(cores, bool) and 1 <= cores < _MOST:
+    if isinstance(cores, (int, np.integer)) and not isinstance(cores, bool) and 1 <= cores < _MAX_CORES:
         return CoresRequest(int(cores), None)
     if isinstance(cores, (list, tuple)) and len(cores) == 1:
         index = cores[0]
-        if isinstance(index, (int, np.integer)) and not isinstance(index, bool) and 0 <= index < _MOST:
+        if isinstance(index, (int, np.integer)) and not isinstance(index, bool) and 0 <= index < _MAX_CORES:
             return CoresRequest(1, int(index))
     known = "'auto', a count of at least 1 such as 8 or '8', or a list with one core's number from 0 such as [0]"
     raise ArgumentError(f"cores must be {known}; got {cores!r}")

@@ -273,7 +273,7 @@ class Driver(ABC):
         """Return the text of the graph of some traced tensors, for counting operations."""
 
     def serialize(self, trace: Trace) -> bytes:
-        """Return a trace's program for a compiler elsewhere: XLA's serialised proto, or StableHLO as text."""
+        """Return a trace's program for a compiler elsewhere: XLA's serialized proto, or StableHLO as text."""
         raise NotImplementedError(f"{self.name} can't provide programs for a preflight")
 
     # What a graph depends on besides its operations

@@ -174,10 +174,10 @@ class Graph:
         return tree_unflatten(leaves, spec)
 
 
-def template_of(leaves: Sequence[Any], memory: Mapping[Hashable, tuple[str, int]]) -> tuple[list[Any], list[Tensor]]:
+def make_template(leaves: Sequence[Any], memory: Mapping[Hashable, tuple[str, int]]) -> tuple[list[Any], list[Tensor]]:
     """Classify the leaves of a body's result: computed by the graph, an input, or constant.
 
-    Inputs are recognised by their memory, see `index_by_memory`.
+    Inputs are recognized by their memory, see `index_by_memory`.
 
     Returns:
         The leaves of `Graph.result`, and the tensors that the graph computes, or takes from the state or the sums.
@@ -201,7 +201,7 @@ def template_of(leaves: Sequence[Any], memory: Mapping[Hashable, tuple[str, int]
     return template, computed
 
 
-def recognise(
+def find_sources(
     values: Sequence[Tensor], memory: Mapping[Hashable, tuple[str, int]], seeds: TraceSeeds
 ) -> tuple[list[tuple[str, int]], list[Tensor], list[Place]]:
     """Find the source of each input of a graph: the list with its memory, a seed known to the driver, else a constant.
@@ -228,13 +228,17 @@ def recognise(
 
 def _bits(constant: Tensor) -> Tensor:
     """Return a constant's memory as bytes, in which a NaN equals itself."""
-    return _peek(constant).reshape(-1).view(torch.uint8)
+    return _read_constant(constant).reshape(-1).view(torch.uint8)
 
 
 def _describe(constant: Tensor) -> str:
-    return f"{_peek(constant).item():.6g}" if constant.numel() == 1 else f"a tensor of shape {tuple(constant.shape)}"
+    return (
+        f"{_read_constant(constant).item():.6g}"
+        if constant.numel() == 1
+        else f"a tensor of shape {tuple(constant.shape)}"
+    )
 
 
-def _peek(constant: Tensor) -> Tensor:
+def _read_constant(constant: Tensor) -> Tensor:
     """Return a constant of a graph on the host. It was computed long ago, so this waits for no step."""
     return driver().read_one(constant)

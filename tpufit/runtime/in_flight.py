@@ -13,8 +13,8 @@ from .driver import driver
 # The number of steps between two waits from which the pace is measured; fewer steps may include compilations.
 _LONG_RUN = 16
 # If the number of pending steps per role is small, all roles and models together may have this many times as many.
-_OF_ALL = 3
-_MANY = 32
+_ALL_ROLES_FACTOR = 3
+_SMALL_LIMIT = 32
 
 
 class RunsAhead(InFlight):
@@ -25,24 +25,24 @@ class RunsAhead(InFlight):
     batches and the number of steps are limits for all pending steps, see `Placement.max_in_flight`.
     """
 
-    def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, *, most: int) -> None:
+    def __init__(self, seconds: float = 0.1, nbytes: int = 1 << 28, *, max_pending: int) -> None:
         self._seconds = seconds
         self._nbytes = nbytes
-        self._most = most
-        self._few = most < _MANY
+        self._max_pending = max_pending
+        self._has_small_limit = max_pending < _SMALL_LIMIT
         self.pace: float | None = None  # current seconds a step; None before a long run of steps was measured
         self._limit = 4  # until the time of a step is known
         self.started: list[Tensor] = []  # a result of each step that may be pending
-        self._new = 0
+        self._steps_since_wait = 0
         self._last_wait = perf_counter()
         _all.add(self)
 
     def add(self, result: Tensor, nbytes: int) -> Tensor | None:
         """Note a step that was just started. **This may wait** for an older step, half of the limit back."""
-        if self._few:
+        if self._has_small_limit:
             self._make_room()
         self.started.append(result)
-        self._new += 1
+        self._steps_since_wait += 1
         if len(self.started) < self._limit:
             return None
         half = self._limit // 2
@@ -50,13 +50,18 @@ class RunsAhead(InFlight):
             reached = driver().read_one(self.started[half - 1])
         del self.started[:half]
         now = perf_counter()
-        each = (now - self._last_wait) / self._new
+        seconds_per_step = (now - self._last_wait) / self._steps_since_wait
         # Let the limit grow at most fourfold at a time, so that even a short pass has a run long enough for the pace.
-        limits = self._most, 4 * self._limit, int(self._seconds / each), self._nbytes // max(nbytes, 1)
+        limits = (
+            self._max_pending,
+            4 * self._limit,
+            int(self._seconds / seconds_per_step),
+            self._nbytes // max(nbytes, 1),
+        )
         self._limit = max(2, min(limits))
-        if self._new >= _LONG_RUN:
-            self.pace = each
-        self._new = 0
+        if self._steps_since_wait >= _LONG_RUN:
+            self.pace = seconds_per_step
+        self._steps_since_wait = 0
         self._last_wait = now
         return reached
 
@@ -71,7 +76,8 @@ class RunsAhead(InFlight):
     def _make_room(self) -> None:
         """Wait for the steps of other roles and models if too many are pending in total."""
         others = [other for other in _all if other is not self and other.started]
-        if others and sum(len(other.started) for other in others) + len(self.started) >= _OF_ALL * self._most:
+        pending = len(self.started) + sum(len(other.started) for other in others)
+        if others and pending >= _ALL_ROLES_FACTOR * self._max_pending:
             for other in others:
                 other.finish()
 

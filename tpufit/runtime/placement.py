@@ -56,7 +56,7 @@ class CorePlacement(Placement):
         return memory_used()
 
     def in_flight(self) -> InFlight:
-        return RunsAhead(most=self.max_in_flight)
+        return RunsAhead(max_pending=self.max_in_flight)
 
     # For programs
 

@@ -38,7 +38,7 @@ class Recorded:
 
     role: str
     cause: str  # why the program is needed
-    hlo: bytes  # XLA's serialised proto
+    hlo: bytes  # XLA's serialized proto
     arguments: list[Argument]  # in its order
 
 

@@ -68,7 +68,7 @@ def recomputing(blocks: Mapping[nn.Module, str], seeds: object) -> Iterator[None
             if not prepared:  # only when needed, because PyTorch looks up this name in other places too
                 stack.enter_context(known)
                 prepared = True
-            return _run_users_region(seeds, function, *args, **kwargs)
+            return _run_user_region(seeds, function, *args, **kwargs)
 
         stack.enter_context(_checkpointing(checkpointed))
         yield
@@ -94,7 +94,7 @@ def _call_once(
     return function(*args, **kwargs)
 
 
-def _run_users_region(
+def _run_user_region(
     seeds: TraceSeeds,
     function: Callable[..., Any],
     *args: Any,

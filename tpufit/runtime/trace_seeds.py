@@ -64,7 +64,7 @@ class TraceSeeds(ABC):
 
         def manual_seed(seed: Any) -> torch.Generator:
             generator = original(seed)
-            self._begin(self._begin_users(int(seed)))
+            self._begin(self._begin_user_seed(int(seed)))
             return generator
 
         with (
@@ -128,7 +128,7 @@ class TraceSeeds(ABC):
         """Seed the device's generator for a step, and return the seed on the device as an input of the graph."""
 
     @abstractmethod
-    def _begin_users(self, seed: int) -> Tensor:
+    def _begin_user_seed(self, seed: int) -> Tensor:
         """Seed the device's generator with the user's seed, and return the seed on the device as a constant."""
 
     @abstractmethod

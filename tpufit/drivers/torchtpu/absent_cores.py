@@ -25,7 +25,7 @@ from .compute_modes import noting
 from .one_core import OneCore, Program
 from .placement import TpuCore
 from .private_names import names
-from .start import teach, wake_quietly
+from .start import add_operations, wake_quietly
 from .trace_seeds import GeneratorState, TpuSeeds
 
 _READ = "the step reads a value from the device, or runs an operation on the host"
@@ -124,7 +124,7 @@ def wake_without_device() -> None:
     wake_quietly()
     registry[_PRIVATE_USE_1] = ours  # torch_tpu has replaced it by its own guard
     names().push_mode(names().modes.INTERNAL_COMPILE_FX_GRAPH)  # permanently: nothing can be computed
-    teach("TPU")
+    add_operations("TPU")
 
 
 @cache

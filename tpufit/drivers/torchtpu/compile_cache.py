@@ -26,11 +26,11 @@ from .private_names import names
 VARIABLE = "TPUFIT_COMPILE_CACHE"
 """The environment variable that turns the cache off if it is `0`."""
 
-_LIMIT = 4 << 30  # bytes of all programs together
-_FORM = 1  # increased when the key or the content of files changes
+_MAX_BYTES = 4 << 30  # of all programs together
+_FORMAT = 1  # increased when the key or the content of files changes
 _NAME = re.compile(r"\Amodule @\S+")  # the name may contain a line of Python
 # Variables that may change the compiled program. Ports and hosts are excluded, because they differ at each start.
-_READ = re.compile(r"(XLA|LIBTPU|TPU|TORCH_TPU|TF_XLA)_(?!.*(ADDRESS|PORT|HOSTNAME|LIBRARY_PATH))|NPROC$")
+_COMPILER_VARIABLES = re.compile(r"(XLA|LIBTPU|TPU|TORCH_TPU|TF_XLA)_(?!.*(ADDRESS|PORT|HOSTNAME|LIBRARY_PATH))|NPROC$")
 
 
 def compile_or_load(text: str, core: int, cores: int) -> tuple[Any, bool]:
@@ -39,28 +39,28 @@ def compile_or_load(text: str, core: int, cores: int) -> tuple[Any, bool]:
     Returns:
         The executable, and True if it was loaded.
     """
-    kept = _open_cache()
-    name = _name_of(text, core, cores) if kept else ""
-    content = kept.read(name) if kept else None
+    programs = _open_cache()
+    name = _name_of(text, core, cores) if programs else ""
+    content = programs.read(name) if programs else None
     if content is not None:
         try:
             return names().load_executable(content), True
         except RuntimeError:
             pass  # the key has missed a difference: compile again, and replace the file
     executable = names().compile_mlir(names().parse_text(text))
-    if kept:
+    if programs:
         try:
             content = names().serialize_executable(executable)
         except RuntimeError:  # not all plugins support this
             return executable, False
-        kept.write(name, content)
+        programs.write(name, content)
     return executable, False
 
 
 @cache
 def environment() -> dict[str, str]:
     """Return the variables that the compiler depends on, as they were when the core was started."""
-    return {key: value for key, value in sorted(os.environ.items()) if _READ.match(key)}
+    return {key: value for key, value in sorted(os.environ.items()) if _COMPILER_VARIABLES.match(key)}
 
 
 def _open_cache() -> FileCache | None:
@@ -68,17 +68,17 @@ def _open_cache() -> FileCache | None:
     folder = cache_folder()
     if folder is None or os.environ.get(VARIABLE, "") == "0":
         return None
-    kept = FileCache(folder / "programs", ".program", _LIMIT)
-    _warn_of(kept)
-    return kept
+    programs = FileCache(folder / "programs", ".program", _MAX_BYTES)
+    _warn_of(programs)
+    return programs
 
 
 @cache
-def _warn_of(kept: FileCache) -> None:
-    refusal = kept.find_refusal()
+def _warn_of(programs: FileCache) -> None:
+    refusal = programs.find_refusal()
     if refusal:
         warn(
-            f"compiled programs are neither kept nor loaded in {kept.folder}: {refusal}. Make sure that only you "
+            f"compiled programs are neither kept nor loaded in {programs.folder}: {refusal}. Make sure that only you "
             f"can write to it (chown, chmod go-w), or set {VARIABLE}=0"
         )
 
@@ -86,7 +86,7 @@ def _warn_of(kept: FileCache) -> None:
 def _name_of(text: str, core: int, cores: int) -> str:
     """Return the name of a program's file: a digest of everything that the program depends on."""
     depends = {
-        "form": _FORM,
+        "form": _FORMAT,
         "text": _NAME.sub("module @main", text),
         "core": [core, cores],
         "device": sorted((key, str(value)) for key, value in names().device_attributes().items()),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...runtime.ops.dropout import MOST
+from ...runtime.ops.dropout import WORD_VALUES
 from ...utils.random import step_seed
 
 _HALF = 1 << 31
@@ -15,17 +15,17 @@ _HALF = 1 << 31
 def compute_keep_mask(words: Sequence[Tensor], shape: tuple[int, ...], limit: int, number: int) -> Tensor:
     """Return a mask, True for the elements whose 32 bits are at or above the limit; `words` is a seed in two words."""
     device = words[0].device
-    of_draw = step_seed(0, number)
-    added = words[0] ^ _word(of_draw)
-    flipped = words[1] ^ _word(of_draw // MOST)
-    in_a_row = math.prod(shape[1:])
+    draw_seed = step_seed(0, number)
+    added = words[0] ^ _word(draw_seed)
+    flipped = words[1] ^ _word(draw_seed // WORD_VALUES)
+    row_size = math.prod(shape[1:])
     row = torch.arange(shape[0], dtype=torch.int32, device=device)
-    rows = MOST // in_a_row  # the number of rows in a group, whose indices fit in 32 bits
-    if rows < shape[0]:
-        group = torch.div(row, rows, rounding_mode="floor")
-        row = row - group * rows
+    group_rows = WORD_VALUES // row_size  # the number of rows in a group, whose indices fit in 32 bits
+    if group_rows < shape[0]:
+        group = torch.div(row, group_rows, rounding_mode="floor")
+        row = row - group * group_rows
         flipped = flipped ^ _mix(group)
-    index = (row * _word(in_a_row)).view(-1, *(1,) * (len(shape) - 1))
+    index = (row * _word(row_size)).view(-1, *(1,) * (len(shape) - 1))
     stride = 1
     for dim in range(len(shape) - 1, 0, -1):
         steps = torch.arange(shape[dim], dtype=torch.int32, device=device) * _word(stride)
@@ -53,4 +53,4 @@ def _shift_right(x: Tensor, by: int) -> Tensor:
 
 def _word(value: int) -> int:
     """Return a number as a signed 32-bit integer."""
-    return (value + _HALF) % MOST - _HALF
+    return (value + _HALF) % WORD_VALUES - _HALF

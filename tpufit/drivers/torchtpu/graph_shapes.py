@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _DEFINED = re.compile(r"\s*(%\w+)(?::\d+)? = ")  # the name of an operation's result
-_MADE = re.compile(r"\s*(%\w+) = stablehlo\.(reshape|transpose) (%[\w#]+)(?:, dims = \[([\d, ]*)\])? : \((.*?)\) -> ")
+_RESHAPED = re.compile(
+    r"\s*(%\w+) = stablehlo\.(reshape|transpose) (%[\w#]+)(?:, dims = \[([\d, ]*)\])? : \((.*?)\) -> "
+)
 _KIND = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
 
 
-class Made(NamedTuple):
+class Reshape(NamedTuple):
     """The operation that reshaped or transposed a tensor."""
 
     operation: str
@@ -19,17 +21,17 @@ class Made(NamedTuple):
     kind: str  # the type of the source
 
 
-def track_made(text: str) -> Iterator[tuple[str, dict[str, Made]]]:
+def track_reshapes(text: str) -> Iterator[tuple[str, dict[str, Reshape]]]:
     """Yield each line, and the reshaped or transposed tensors that it can use, by name. The dict changes afterwards."""
-    made: dict[str, Made] = {}
+    reshapes: dict[str, Reshape] = {}
     for line in text.split("\n"):
         if "func.func " in line:  # each function numbers its values from 0
-            made.clear()
-        yield line, made
+            reshapes.clear()
+        yield line, reshapes
         if match := _DEFINED.match(line):  # each region of operations may use the names of an earlier region again
-            made.pop(match[1], None)
-        if match := _MADE.match(line):
-            made[match[1]] = Made(match[2], match[3], match[4], match[5])
+            reshapes.pop(match[1], None)
+        if match := _RESHAPED.match(line):
+            reshapes[match[1]] = Reshape(match[2], match[3], match[4], match[5])
 
 
 def shape_of(kind: str) -> tuple[int, ...]:
@@ -39,7 +41,7 @@ def shape_of(kind: str) -> tuple[int, ...]:
     return tuple(int(size) for size in match[1].split("x") if size)
 
 
-def with_shape(kind: str, shape: Sequence[int]) -> str:
+def replace_shape(kind: str, shape: Sequence[int]) -> str:
     """Replace the shape in a type."""
     return _KIND.sub(lambda match: f"tensor<{''.join(f'{size}x' for size in shape)}{match[2]}>", kind)
 

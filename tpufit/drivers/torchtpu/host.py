@@ -9,8 +9,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import StartError
 
-# Variables with the number of a pod's host: from GKE, a launcher, or an indexed job of Kubernetes.
-_NUMBERS = ("TPU_WORKER_ID", "NODE_RANK", "JOB_COMPLETION_INDEX")
+# Each may have the number of a pod's host: from GKE, a launcher, or an indexed job of Kubernetes.
+_HOST_NUMBER_VARIABLES = ("TPU_WORKER_ID", "NODE_RANK", "JOB_COMPLETION_INDEX")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def find_host(environ: Mapping[str, str] = os.environ) -> Host:
         index, count, local_index, local_count = map(int, numbers)
         return Host(index, count, local_index, local_count, address, int(port), "torchrun")
     if len(hosts) > 1:
-        number = next((environ[name] for name in _NUMBERS if name in environ), None)
+        number = next((environ[name] for name in _HOST_NUMBER_VARIABLES if name in environ), None)
         if number is None:
             raise StartError(
                 f"TPU_WORKER_HOSTNAMES names {len(hosts)} hosts, but no variable has this host's number. Set "

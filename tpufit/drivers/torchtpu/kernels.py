@@ -14,7 +14,7 @@ from ...runtime.ops.native import operation
 _libraries: list[torch.library.Library] = []
 
 # Kernels that take the native kernel and the dispatcher's keys, then the operation's arguments.
-_ORDERING: dict[str, Callable[..., Any]] = {
+_ORDERING_KERNELS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("argmax", "argmin"), ordering.arg_extreme),
     **dict.fromkeys(("max.dim", "min.dim"), ordering.extreme),
     **dict.fromkeys(("max", "min", "amax", "amin"), ordering.extreme_of),
@@ -50,7 +50,7 @@ def patch_kernels(platform: str) -> None:
             library.impl("ctc_loss.IntList", _ctc_loss, key)
             for name in ("avg_pool1d", "lstm.input", "gru.input"):
                 library.impl(name, operation(name).decompose, key)
-        for name, kernel in (_ORDERING | _PADDING).items():
+        for name, kernel in (_ORDERING_KERNELS | _PADDING_KERNELS).items():
             native = torch.library.get_kernel(f"aten::{name}", "PrivateUse1").call_boxed
             library.impl(name, partial(kernel, native), "PrivateUse1", with_keyset=True)
         copy = torch.library.get_kernel("aten::copy_", "PrivateUse1").call_boxed
@@ -120,7 +120,7 @@ def _sources(tensor: Tensor, padding: list[int]) -> Iterator[tuple[int, Tensor]]
         yield -i, (torch.arange(before + size + after, device=tensor.device) - before).clamp(0, size - 1)
 
 
-_PADDING: dict[str, Callable[..., Any]] = {
+_PADDING_KERNELS: dict[str, Callable[..., Any]] = {
     **{f"replication_pad{n}d": _replication_pad for n in (1, 2, 3)},
     **{f"replication_pad{n}d_backward": _replication_pad_backward for n in (1, 2, 3)},
 }
@@ -130,11 +130,11 @@ def _cumsum(tensor: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Te
     is_integer = tensor.dtype is torch.bool or not (tensor.is_floating_point() or tensor.is_complex())
     total = tensor.to(dtype or (torch.int64 if is_integer else tensor.dtype)).clone()
     count = total.shape[dim] if total.dim() else 0
-    reach = 1  # the number of elements in each partial sum
-    while reach < count:
-        later = total.narrow(dim, reach, count - reach) + total.narrow(dim, 0, count - reach)
-        total = torch.cat([total.narrow(dim, 0, reach), later], dim)
-        reach *= 2
+    span = 1  # the number of elements in each partial sum
+    while span < count:
+        later = total.narrow(dim, span, count - span) + total.narrow(dim, 0, count - span)
+        total = torch.cat([total.narrow(dim, 0, span), later], dim)
+        span *= 2
     return total
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from .graph_shapes import Made, find_merged_dimensions, shape_of, track_made, with_shape
+from .graph_shapes import Reshape, find_merged_dimensions, replace_shape, shape_of, track_reshapes
 
 _PRODUCT = re.compile(
     r"(\s*)(%\w+) = stablehlo\.dot_general (%[\w#]+), (%[\w#]+)"
@@ -76,16 +76,16 @@ def unflatten_products(text: str) -> str:
     """
     lines = []
     count = 0
-    for line, made in track_made(text):
+    for line, reshapes in track_reshapes(text):
         if match := _PRODUCT.match(line):
-            rewritten = _rewrite(match, made, count)
+            rewritten = _rewrite(match, reshapes, count)
             count += rewritten is not None
             line = rewritten or line
         lines.append(line)
     return "\n".join(lines)
 
 
-def _rewrite(match: re.Match[str], made: Mapping[str, Made], number: int) -> str | None:
+def _rewrite(match: re.Match[str], reshapes: Mapping[str, Reshape], number: int) -> str | None:
     """Return the lines of a product of the tensors before they were flattened; None if nothing was flattened."""
     indent, name, a, b, batch_a, batch_b, inner_a, inner_b, options, *kinds, kind = match.groups()
     batch = list(zip(_numbers(batch_a), _numbers(batch_b), strict=True))
@@ -93,7 +93,7 @@ def _rewrite(match: re.Match[str], made: Mapping[str, Made], number: int) -> str
     shapes = [shape_of(one) for one in kinds]
     chosen: tuple[_Factor, ...] = ()
     factors: tuple[_Factor, ...] = ()
-    for chosen in product(_factors(a, shapes[0], made), _factors(b, shapes[1], made)):
+    for chosen in product(_factors(a, shapes[0], reshapes), _factors(b, shapes[1], reshapes)):
         factors = _match(chosen, [*batch, *inner])
         if factors and all(f.in_order({pair[side] for pair in (*batch, *inner)}) for side, f in enumerate(factors)):
             break
@@ -104,10 +104,10 @@ def _rewrite(match: re.Match[str], made: Mapping[str, Made], number: int) -> str
     new_kinds = []
     for side, (factor, source) in enumerate(zip(factors, chosen, strict=True)):
         operand = factor.name
-        new_kinds.append(with_shape(kinds[side], factor.shape))
+        new_kinds.append(replace_shape(kinds[side], factor.shape))
         if factor.shape != source.shape:
             operand = f"%flat_{number}_{side}"
-            before = with_shape(kinds[side], source.shape)
+            before = replace_shape(kinds[side], source.shape)
             lines.append(f"{indent}{operand} = stablehlo.reshape {factor.name} : ({before}) -> {new_kinds[side]}")
         names.append(operand)
     dims = {}
@@ -120,7 +120,7 @@ def _rewrite(match: re.Match[str], made: Mapping[str, Made], number: int) -> str
     attributes = ", ".join(
         f"{role}_dims = {pair[0]} x {pair[1]}" for role, pair in dims.items() if pair[0] or role == "contracting"
     )
-    whole = with_shape(kind, shape)
+    whole = replace_shape(kind, shape)
     new = f"%flat_{number}"
     types = f"({', '.join(new_kinds)}) -> {whole}"
     lines.append(f"{indent}{new} = stablehlo.dot_general {', '.join(names)}, {attributes}{options} : {types}")
@@ -135,11 +135,11 @@ def _match(factors: Sequence[_Factor], pairs: Sequence[tuple[int, int]]) -> tupl
     return () if None in joined else tuple(factor for factor in joined if factor is not None)
 
 
-def _factors(name: str, shape: tuple[int, ...], made: Mapping[str, Made]) -> list[_Factor]:
+def _factors(name: str, shape: tuple[int, ...], reshapes: Mapping[str, Reshape]) -> list[_Factor]:
     """Return the tensors from which a factor was flattened or transposed, from the first to the factor itself."""
     factors = [_Factor(name, shape, [[i] for i in range(len(shape))])]
-    while factors[0].name in made:
-        step = made[factors[0].name]
+    while factors[0].name in reshapes:
+        step = reshapes[factors[0].name]
         before = shape_of(step.kind)
         if step.operation == "reshape":
             parts = find_merged_dimensions(before, factors[0].shape)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from .graph_shapes import Made, find_merged_dimensions, shape_of, track_made, with_shape
+from .graph_shapes import Reshape, find_merged_dimensions, replace_shape, shape_of, track_reshapes
 
 _SLICED = re.compile(
     r"(\s*)(%\w+) = stablehlo\.slice (%[\w#]+) \[([\d:, ]*)\] : \((tensor<[^>]*>)\) -> (tensor<[^>]*>)$"
@@ -31,9 +31,9 @@ def slice_before_merging(text: str) -> str:
     """
     lines = []
     count = 0
-    for line, made in track_made(text):
+    for line, reshapes in track_reshapes(text):
         match = _SLICED.match(line)
-        maker = made.get(match[3]) if match else None
+        maker = reshapes.get(match[3]) if match else None
         if match and maker and maker.operation == "reshape":
             rewritten = _rewrite(match, maker, f"%slice_{count}")
             count += rewritten is not None
@@ -42,7 +42,7 @@ def slice_before_merging(text: str) -> str:
     return "\n".join(lines)
 
 
-def _rewrite(match: re.Match[str], merged: Made, new: str) -> str | None:
+def _rewrite(match: re.Match[str], merged: Reshape, new: str) -> str | None:
     """Return the lines of a slice of the tensor before its dimensions were merged; None if it isn't a slice there."""
     indent, name, _, ranges, kind, result = match.groups()
     before = shape_of(merged.kind)
@@ -67,7 +67,7 @@ def _rewrite(match: re.Match[str], merged: Made, new: str) -> str | None:
         for at, (start, end) in zip(group, box, strict=True):
             cuts[at] = f"{start}:{end}"
             shape[at] = end - start
-    whole = with_shape(result, shape)
+    whole = replace_shape(result, shape)
     return (
         f"{indent}{new} = stablehlo.slice {merged.source} [{', '.join(cuts)}] : ({merged.kind}) -> {whole}\n"
         f"{indent}{name} = stablehlo.reshape {new} : ({whole}) -> {result}"

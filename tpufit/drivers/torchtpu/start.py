@@ -174,7 +174,7 @@ def start_core() -> None:
         held = hardware.holders()
         who = f" The TPU is held by process {hardware.describe(held)}: end it." if held else ""
         raise StartError(f"torch_tpu did not start.{who}\ntorch_tpu says: {error}") from error
-    teach(platform())
+    add_operations(platform())
 
 
 def _check_backward_passes() -> None:
@@ -189,11 +189,11 @@ def _check_backward_passes() -> None:
         ) from error
 
 
-def teach(on: str) -> None:
+def add_operations(platform: str) -> None:
     """Enable fallback to the host, and add operations that torch_tpu lacks on this kind of device."""
     names().fall_back(True)
     lower_missing("PrivateUse1")
-    patch_kernels(on)
+    patch_kernels(platform)
 
 
 def skip_wait_at_exit() -> None:

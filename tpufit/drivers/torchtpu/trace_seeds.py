@@ -64,10 +64,10 @@ class TpuSeeds(TraceSeeds):
             names().clear_default_generators()
 
     def _first_base(self) -> Tensor:
-        return self._begin_users(0)
+        return self._begin_user_seed(0)
 
     def _begin_step(self, seed: int) -> Tensor:
-        state = self._begin_users(seed)
+        state = self._begin_user_seed(seed)
         self._places.setdefault(handle_of(state), (self._step, 0))
         return state
 
@@ -76,7 +76,7 @@ class TpuSeeds(TraceSeeds):
         # Converted for each draw: a tensor of the trace that is kept for the step would count as escaped from it.
         return replace(draw, seed=draw.seed[0].to(torch.int64))
 
-    def _begin_users(self, seed: int) -> Tensor:
+    def _begin_user_seed(self, seed: int) -> Tensor:
         state = state_of(seed, self._placement)
         if self._session is None:
             names().manual_seed(seed % _RANGE)

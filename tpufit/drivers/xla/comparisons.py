@@ -39,4 +39,4 @@ def _round(number: Any, dtype: torch.dtype) -> Any:
 
 
 # By the operation.
-OWN = {f"{name}.Scalar": partial(_compare, name) for name in ("eq", "ne", *_ORDERS)}
+KERNELS = {f"{name}.Scalar": partial(_compare, name) for name in ("eq", "ne", *_ORDERS)}

@@ -1,6 +1,7 @@
 """Operations on complex numbers that torch_xla computes on the host, or wrongly.
 
-The functions in `OWN` take an operation's arguments; the others take the native kernel and the dispatcher's keys first.
+The functions in `KERNELS` take an operation's arguments; the others first take the native kernel and the dispatcher's
+keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ def _is_complex(number: Any) -> bool:
     return number.is_complex() if isinstance(number, Tensor) else isinstance(number, complex)
 
 
-OWN: dict[str, Callable[..., Tensor]] = {
+KERNELS: dict[str, Callable[..., Tensor]] = {
     "_conj_physical": _conjugate,
     "angle": _angle,
     "complex": _complex,
@@ -85,8 +86,8 @@ def acosh(native: Native, keys: Any, tensor: Tensor) -> Tensor:
     return torch.where(_part(result, 0) < 0, -result, result) if tensor.is_complex() else result
 
 
-def of_hidden(native: Native, keys: Any, tensor: Tensor, *args: Any) -> Tensor:
-    """`log`, `sqrt` and `pow` of numbers whose origin XLA can't see.
+def hide_origin(native: Native, keys: Any, tensor: Tensor, *args: Any) -> Tensor:
+    """`log`, `sqrt` and `pow` of numbers whose origin is hidden from XLA.
 
     Otherwise XLA would compute log(exp(z)) as z, sqrt(z * z) as |z|, and pow(exp(z), w) as exp(z * w), which is correct
     only for positive numbers.
@@ -188,7 +189,7 @@ def _is_infinite(tensor: Tensor) -> Tensor:
 
 
 # These take only an operation's arguments, and replace the native kernel for complex numbers.
-OF_COMPLEX: dict[str, Callable[..., Any]] = {
+COMPLEX_KERNELS: dict[str, Callable[..., Any]] = {
     "abs": absolute,
     "addmm": _add_product,
     "constant_pad_nd": _pad,

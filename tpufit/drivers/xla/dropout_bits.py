@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...runtime.ops.dropout import MOST
+from ...runtime.ops.dropout import WORD_VALUES
 from ...utils.random import step_seed
 from .cpp_bindings import xla
 
@@ -43,24 +43,24 @@ class _Builder:
         Threefry would be the usual generator, but a TPU's compiler takes 0.2 GB for each call.
         """
         # The words stay scalars: an operation on an array takes at least 2,000 cycles of a TPU.
-        of_draw = step_seed(0, number)
+        draw_seed = step_seed(0, number)
         added, flipped = (
             (word.bitcast(self._xb.Type.U32) ^ self.word(part)).broadcast_in_dim(self._shape, ())
-            for word, part in zip(words, (of_draw, of_draw // MOST), strict=True)
+            for word, part in zip(words, (draw_seed, draw_seed // WORD_VALUES), strict=True)
         )
         row = self._iota(0)
-        in_a_row = math.prod(self._shape[1:])
-        rows = MOST // in_a_row  # the number of rows in a group, whose indices fit in 32 bits
-        if rows < self._shape[0]:
-            group = row / self.word(rows)
-            row = row - group * self.word(rows)
+        row_size = math.prod(self._shape[1:])
+        group_rows = WORD_VALUES // row_size  # the number of rows in a group, whose indices fit in 32 bits
+        if group_rows < self._shape[0]:
+            group = row / self.word(group_rows)
+            row = row - group * self.word(group_rows)
             flipped = flipped ^ self._mix(group)
-        index = row * self.word(in_a_row) + self._index_in_row()
+        index = row * self.word(row_size) + self._index_in_row()
         return self._mix(self._mix(index + added) ^ flipped)
 
     def word(self, value: int) -> Any:
         """Return a 32-bit constant."""
-        return self._xb.Op.scalar(self._builder, value % MOST, dtype=self._xb.Type.U32)
+        return self._xb.Op.scalar(self._builder, value % WORD_VALUES, dtype=self._xb.Type.U32)
 
     def _index_in_row(self) -> Any:
         index = self.word(0)

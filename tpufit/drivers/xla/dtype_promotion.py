@@ -23,7 +23,7 @@ _MIXED = (
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 # The operations that return floating-point numbers for integers, too: converted by `promote`, and by `make_floating`.
 _FLOATING = ("atan2", "reciprocal", "xlogy.Tensor")
-OF_INTEGERS = (
+FLOATING_FOR_INTEGERS = (
     *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "expm1"),
     *("isnan", "isneginf", "log", "log10", "log1p", "log2", "logsumexp", "rsqrt", "sigmoid", "sin", "sinh", "sqrt"),
     *("tan", "tanh"),
@@ -83,11 +83,11 @@ def _clamp_to_tensors(native: Native, keys: Any, *operands: Any) -> Any:
 
 def _convert(operands: Sequence[Any], floating: bool = False) -> list[Any]:
     """Convert tensors and numbers to tensors of their common dtype; None stays."""
-    given = [operand for operand in operands if operand is not None]
-    dtype = find_dtype(*given)
+    present = [operand for operand in operands if operand is not None]
+    dtype = find_dtype(*present)
     if floating and not dtype.is_floating_point and not dtype.is_complex:
         dtype = torch.get_default_dtype()
-    device = next(operand.device for operand in given if isinstance(operand, Tensor))
+    device = next(operand.device for operand in present if isinstance(operand, Tensor))
     return [
         operand.to(dtype)
         if isinstance(operand, Tensor)
@@ -150,7 +150,7 @@ def _shift(operation: Callable[..., Tensor], _: Native, __: Any, tensor: Tensor,
 def _power(native: Native, keys: Any, tensor: Any, exponent: Any) -> Tensor:
     """`pow`, which is -1 for -1 and an odd exponent; torch_xla's is 0 if an integer exponent is negative."""
     tensor, exponent = _convert((tensor, exponent))
-    result: Tensor = complexes.of_hidden(native, keys, tensor, exponent)
+    result: Tensor = complexes.hide_origin(native, keys, tensor, exponent)
     if tensor.dtype not in _SIGNED:
         return result
     return torch.where((tensor == -1) & (exponent % 2 == 1), -1, result)
@@ -159,7 +159,7 @@ def _power(native: Native, keys: Any, tensor: Any, exponent: Any) -> Tensor:
 def _power_by_number(native: Native, keys: Any, tensor: Tensor, exponent: Any) -> Tensor:
     if tensor.dtype is torch.bool:  # torch_xla has no power of bools by a number
         return tensor | (not exponent) if isinstance(exponent, bool) else torch.pow(*_convert((tensor, exponent)))
-    return complexes.of_hidden(native, keys, tensor, exponent)
+    return complexes.hide_origin(native, keys, tensor, exponent)
 
 
 def _mean(native: Native, keys: Any, tensor: Tensor, *, dtype: torch.dtype | None = None) -> Any:
@@ -176,14 +176,14 @@ def _cumulate(native: Native, keys: Any, tensor: Tensor, dim: int, *, dtype: tor
     return result
 
 
-OWN: dict[str, Callable[..., Any]] = dict.fromkeys(_MIXED, promote)
-OWN |= dict.fromkeys(_FLOATING, partial(promote, floating=True))
-OWN |= {"clamp": _clamp, "clamp_max": _clamp_max, "clamp_min": _clamp_min, "where.self": _where}
-OWN |= dict.fromkeys(("clamp_max.Tensor", "clamp_min.Tensor"), _clamp_to_tensors)
-OWN |= dict.fromkeys(("remainder.Scalar", "remainder.Tensor"), _remainder)
-OWN |= {"cumprod": _cumulate, "cumsum": _cumulate, "div.Tensor_mode": _divide, "floor_divide": _floor_divide}
-OWN |= {"mean": _mean, "pow.Tensor_Scalar": _power_by_number, "pow.Tensor_Tensor": _power}
-OWN |= {"bitwise_left_shift.Tensor": _shift_left, "bitwise_right_shift.Tensor": _shift_right}
+KERNELS: dict[str, Callable[..., Any]] = dict.fromkeys(_MIXED, promote)
+KERNELS |= dict.fromkeys(_FLOATING, partial(promote, floating=True))
+KERNELS |= {"clamp": _clamp, "clamp_max": _clamp_max, "clamp_min": _clamp_min, "where.self": _where}
+KERNELS |= dict.fromkeys(("clamp_max.Tensor", "clamp_min.Tensor"), _clamp_to_tensors)
+KERNELS |= dict.fromkeys(("remainder.Scalar", "remainder.Tensor"), _remainder)
+KERNELS |= {"cumprod": _cumulate, "cumsum": _cumulate, "div.Tensor_mode": _divide, "floor_divide": _floor_divide}
+KERNELS |= {"mean": _mean, "pow.Tensor_Scalar": _power_by_number, "pow.Tensor_Tensor": _power}
+KERNELS |= {"bitwise_left_shift.Tensor": _shift_left, "bitwise_right_shift.Tensor": _shift_right}
 for _overload in ("Scalar", "Tensor"):
-    OWN[f"__lshift__.{_overload}"] = partial(_shift, torch.bitwise_left_shift)
-    OWN[f"__rshift__.{_overload}"] = partial(_shift, torch.bitwise_right_shift)
+    KERNELS[f"__lshift__.{_overload}"] = partial(_shift, torch.bitwise_left_shift)
+    KERNELS[f"__rshift__.{_overload}"] = partial(_shift, torch.bitwise_right_shift)

@@ -59,7 +59,7 @@ def complex_to_real(tensor: Tensor, dim: Sequence[int], normalization: int, last
     return _normalize(result, count, normalization, count)
 
 
-OWN: dict[str, Callable[..., Tensor]] = {
+KERNELS: dict[str, Callable[..., Tensor]] = {
     "_fft_c2c": complex_to_complex,
     "_fft_c2r": complex_to_real,
     "_fft_r2c": real_to_complex,

@@ -1,6 +1,7 @@
 """Gathers, scatters and repetitions that torch_xla refuses or computes wrongly.
 
-The functions in `OWN` take an operation's arguments; the others take the native kernel and the dispatcher's keys first.
+The functions in `KERNELS` take an operation's arguments; the others first take the native kernel and the dispatcher's
+keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int) -> Tensor:
     return result
 
 
-OWN: dict[str, Callable[..., Tensor]] = {"_chunk_cat": _chunk_cat}
+KERNELS: dict[str, Callable[..., Tensor]] = {"_chunk_cat": _chunk_cat}
 
 
 def gather(native: Native, keys: Any, tensor: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:

@@ -57,7 +57,7 @@ def patch_kernels(backend: str = "XLA") -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns that a kernel is replaced
         library.impl("randperm", _randperm, backend)
-        for name, kernel in (complexes.OWN | fourier.OWN | gathers.OWN).items():
+        for name, kernel in (complexes.KERNELS | fourier.KERNELS | gathers.KERNELS).items():
             library.impl(name, kernel, backend)
         for name in _COMPOSED:
             library.impl(name, operation(name).decompose, f"Autograd{backend}")
@@ -88,7 +88,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels |= {"as_strided_scatter": gathers.as_strided_scatter, "repeat": gathers.repeat}
     kernels |= {name: partial(_over_all, position) for name, position in _DIMENSIONS.items()}
     kernels |= {"diagonal": _diagonal, "diagonal_copy": _diagonal, "diagonal_scatter": _diagonal_scatter}
-    kernels |= comparisons.OWN | dtype_promotion.OWN
+    kernels |= comparisons.KERNELS | dtype_promotion.KERNELS
     kernels |= dict.fromkeys(("argmax", "argmin"), ordering.arg_extreme)
     kernels |= dict.fromkeys(("max.dim", "min.dim"), ordering.extreme)
     kernels |= dict.fromkeys(("max", "min"), ordering.extreme_of)
@@ -99,10 +99,10 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels |= {"log_sigmoid_forward": activations.logsigmoid, "log_sigmoid_backward": activations.logsigmoid_backward}
     kernels |= {"acosh": complexes.acosh, "view_as_real_copy": complexes.view_as_real}
     kernels |= dict.fromkeys(("sigmoid_backward", "tanh_backward"), complexes.gradient_of_result)
-    kernels |= dict.fromkeys(("log", "log10", "log2", "sqrt"), complexes.of_hidden)
-    for name, replacement in complexes.OF_COMPLEX.items():
+    kernels |= dict.fromkeys(("log", "log10", "log2", "sqrt"), complexes.hide_origin)
+    for name, replacement in complexes.COMPLEX_KERNELS.items():
         kernels[name] = partial(_complex_or, replacement, kernels.get(name, _native))
-    for name in dtype_promotion.OF_INTEGERS:
+    for name in dtype_promotion.FLOATING_FOR_INTEGERS:
         kernels[name] = partial(dtype_promotion.make_floating, kernels.get(name, _native))
     for name in _SUMS:
         kernels[name] = partial(_in_float32, kernels.get(name, _native))
@@ -251,10 +251,10 @@ def _in_float32(kernel: Callable[..., Any], native: Any, keys: Any, tensor: Tens
 
 def _convolution_backward(native: Callable[..., Any], keys: Any, gradient: Tensor, *args: Any) -> Any:
     """The gradients of a convolution. The gradient of the bias is a sum, see `_SUMS`."""
-    *options, (of_input, of_weight, of_bias) = args
-    if gradient.dtype not in _HALF or not of_bias:
+    *options, (needs_input, needs_weight, needs_bias) = args
+    if gradient.dtype not in _HALF or not needs_bias:
         return native(keys, gradient, *args)
-    inner, outer, _ = native(keys, gradient, *options, [of_input, of_weight, False])
+    inner, outer, _ = native(keys, gradient, *options, [needs_input, needs_weight, False])
     return inner, outer, gradient.sum([0, *range(2, gradient.dim())])
 
 

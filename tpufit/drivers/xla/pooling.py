@@ -62,10 +62,10 @@ def max_pool(
     arguments = (_repeat(one, len(sizes)) for one in (sizes, kernel_size, stride or kernel_size, padding, dilation))
     # The first of equal elements in row-major order gets the gradient, so the last dimension is reduced first.
     for dim, (size, kernel, by, pad, step) in enumerate(reversed(list(zip(*arguments, strict=True))), 1):
-        reach = (size - 1) * by + 1
-        after = max(0, reach + (kernel - 1) * step - pad - result.shape[-dim])
+        span = (size - 1) * by + 1
+        after = max(0, span + (kernel - 1) * step - pad - result.shape[-dim])
         padded = F.pad(result, [0, 0] * (dim - 1) + [pad, after], value=-math.inf)
-        starts = (padded.narrow(-dim, i * step, reach).movedim(-dim, -1)[..., ::by] for i in range(kernel))
+        starts = (padded.narrow(-dim, i * step, span).movedim(-dim, -1)[..., ::by] for i in range(kernel))
         result = torch.stack(list(starts), -1).max(-1).values.movedim(-1, -dim)
     return result
 

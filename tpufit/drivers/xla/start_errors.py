@@ -3,7 +3,7 @@
 import re
 
 from ...errors import DeviceBusyError, StartError
-from ...runtime.device_errors import with_words
+from ...runtime.device_errors import add_runtime_text
 from ...utils import hardware, releases
 from .release_differences import message_of
 
@@ -21,7 +21,7 @@ def translate_import(error: BaseException) -> StartError:
         "torch_xla can't be imported, because it can't determine the type of this TPU. Before Python starts, set "
         "TPU_SKIP_MDS_QUERY=1, TPU_ACCELERATOR_TYPE to the type of the TPU, e.g. v5litepod-8, and TPU_WORKER_ID=0"
     )
-    return StartError(with_words(sentence, f"{type(error).__name__}: {message_of(error)}"))
+    return StartError(add_runtime_text(sentence, f"{type(error).__name__}: {message_of(error)}"))
 
 
 def translate_start(error: BaseException, platform: str | None, requested_device: str | None) -> StartError:
@@ -56,7 +56,7 @@ def translate_start(error: BaseException, platform: str | None, requested_device
             "no process. If no process uses the TPU, remove /tmp/libtpu_lockfile, or run as a user who may open "
             "/dev/accel* and /dev/vfio/*"
         )
-        return DeviceBusyError(with_words(message, text))
+        return DeviceBusyError(add_runtime_text(message, text))
     elif platform == "TPU" and not hardware.chips():
         message = f"{asks} this host has no TPU chip on its PCI bus. Choose a TPU machine, or unset PJRT_DEVICE"
     else:
@@ -66,4 +66,4 @@ def translate_start(error: BaseException, platform: str | None, requested_device
             f"there is no TPU, unset PJRT_DEVICE (now {requested_device!r}). For more checks, run python -m tpufit "
             "doctor"
         )
-    return StartError(with_words(message, text))
+    return StartError(add_runtime_text(message, text))

@@ -45,11 +45,11 @@ class XlaSeeds(TraceSeeds):
 
     def _begin_step(self, seed: int) -> Tensor:
         self._seeds_so_far = []
-        base = self._begin_users(seed)
+        base = self._begin_user_seed(seed)
         self.places.setdefault(self._seeds_so_far[0], (self._step, 0))
         return base
 
-    def _begin_users(self, seed: int) -> Tensor:
+    def _begin_user_seed(self, seed: int) -> Tensor:
         self._seeds_so_far.append(to_signed(seed))
         self._set(seed)
         return self._first_base()

@@ -49,6 +49,6 @@ def convert(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any
 def read_all(native: Callable[..., Any], keys: Any, tensors: Sequence[Tensor]) -> Any:
     """Read all operands of an operation that runs on the host."""
     # An operand may be a Python number: PyTorch has made a tensor of it, but passes the number.
-    given = [tensor if isinstance(tensor, Tensor) else torch.tensor(tensor) for tensor in tensors]
-    with distinguishing_inputs([tensor for tensor in given if tensor.device.type == "xla"]):
-        return native(keys, given)
+    operands = [tensor if isinstance(tensor, Tensor) else torch.tensor(tensor) for tensor in tensors]
+    with distinguishing_inputs([tensor for tensor in operands if tensor.device.type == "xla"]):
+        return native(keys, operands)

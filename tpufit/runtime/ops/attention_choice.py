@@ -32,7 +32,7 @@ _OTHER_MASK = (
 def choose_attention(forms: AttentionForms, placement: CorePlacement) -> Iterator[None]:
     """A context of a trace in which attention takes the requested forms, and `forms` records each layer's form."""
     # Watching masks costs time, so it is done only where the kernel is possible.
-    watches = forms.asked != "plain" and _has_kernel(kind_of(placement.device))
+    watches = forms.requested != "plain" and _has_kernel(kind_of(placement.device))
     masks = Masks() if watches else None
     with tracing_with(attention=forms, placement=placement, masks=masks), masks.watch() if masks else nullcontext():
         yield
@@ -54,11 +54,11 @@ def choose_flash(
     """Return the placement and the mask's pattern for the flash kernel; None if attention stays plain."""
     context = trace_context()
     forms, placement = context.attention, context.placement
-    if forms is None or placement is None or forms.asked == "plain":
+    if forms is None or placement is None or forms.requested == "plain":
         return None
     obstacle = _obstacle(query, dropout)
     pattern = Pattern(right=0 if is_causal else None)
-    if not obstacle and forms.asked == "auto":
+    if not obstacle and forms.requested == "auto":
         obstacle = _disadvantage(query, key)
     if not obstacle and mask is not None:
         masks = context.masks
@@ -67,8 +67,8 @@ def choose_flash(
     layer = _calling_layer()
     if layer is not None:
         forms.of_layers[layer] = f"plain: {obstacle}" if obstacle else "flash"
-    if obstacle and forms.asked == "flash" and obstacle not in forms.told:
-        forms.told.add(obstacle)
+    if obstacle and forms.requested == "flash" and obstacle not in forms.warned:
+        forms.warned.add(obstacle)
         name = "the step" if layer is None else type(layer).__name__
         warn(f"attention='flash', but {name} has plain attention: {obstacle}")
     return None if obstacle else (placement, pattern)

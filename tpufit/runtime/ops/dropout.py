@@ -18,7 +18,7 @@ from ..driver import driver, on_device
 from ..trace_context import trace_context
 from ..trace_seeds import Draw
 
-MOST = 1 << 32  # the number of values of a word, and the most elements in a row
+WORD_VALUES = 1 << 32  # the number of values of a 32-bit word, and the largest number of elements in a row
 
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor | None:
@@ -62,7 +62,7 @@ def _drop(input: Tensor, shape: tuple[int, ...], p: float) -> Tensor | None:
         return None
     if not input.is_floating_point() or not input.numel() or not shape:
         return None
-    if math.prod(shape[1:]) > MOST:
+    if math.prod(shape[1:]) > WORD_VALUES:
         return None
     y: Tensor = _Dropout.apply(input, shape, p)  # type: ignore[no-untyped-call]
     return y
@@ -96,7 +96,7 @@ def draw_keep_mask(shape: tuple[int, ...], p: float, device: torch.device) -> Te
     draws = trace_context().draw
     if device.type != driver().device_type or draws is None:
         return torch.empty(shape, device=device).bernoulli_(1 - p).bool()
-    return compute_keep_mask(draws(), shape, min(max(round(p * MOST), 1), MOST - 1))
+    return compute_keep_mask(draws(), shape, min(max(round(p * WORD_VALUES), 1), WORD_VALUES - 1))
 
 
 def compute_keep_mask(draw: Draw, shape: tuple[int, ...], limit: int) -> Tensor:

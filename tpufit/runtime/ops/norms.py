@@ -112,8 +112,8 @@ def batch_norm_in_autocast(*args: Any) -> Tensor:
         return result
 
 
-class _Normalised(torch.autograd.Function):
-    """Returns a normalised tensor; the backward pass keeps only the input.
+class _Normalized(torch.autograd.Function):
+    """Returns a normalized tensor; the backward pass keeps only the input.
 
     Calls `update` with the mean and the variance before PyTorch saves tensors for the backward pass: a repetition of
     `torch.utils.checkpoint` ends with its last saved tensor, as it does after a native batch norm has updated its
@@ -155,17 +155,17 @@ class _Normalised(torch.autograd.Function):
         inner = gradient if constant or weight is None else gradient * weight
         mean_of_inner = inner.mean(dims, keepdim=True)
         mean_of_both = (inner * normal).mean(dims, keepdim=True)
-        of_input = (inner - mean_of_inner - normal * mean_of_both) * scale
-        of_input = of_input * weight if constant and weight is not None else of_input
+        input_gradient = (inner - mean_of_inner - normal * mean_of_both) * scale
+        input_gradient = input_gradient * weight if constant and weight is not None else input_gradient
         count = math.prod(input.shape[i] for i in dims)
-        of_weight = mean_of_both * count if constant else gradient * normal
-        of_bias = mean_of_inner * count if constant else gradient
+        weight_gradient = mean_of_both * count if constant else gradient * normal
+        bias_gradient = mean_of_inner * count if constant else gradient
         return (
-            of_input.to(input.dtype),
+            input_gradient.to(input.dtype),
             None,
             None,
-            None if weight is None else of_weight.sum_to_size(weight.shape).to(weight.dtype),
-            None if bias is None else of_bias.sum_to_size(bias.shape).to(bias.dtype),
+            None if weight is None else weight_gradient.sum_to_size(weight.shape).to(weight.dtype),
+            None if bias is None else bias_gradient.sum_to_size(bias.shape).to(bias.dtype),
             None,
         )
 
@@ -179,13 +179,13 @@ def _normalize(
     shape: tuple[int, ...],
     update: _Update | None = None,
 ) -> Tensor:
-    """Normalise over `dims`. `update` gets the mean and the variance, in which these dimensions have size 1.
+    """Normalize over `dims`. `update` gets the mean and the variance, in which these dimensions have size 1.
 
     Weight and bias have `shape`, aligned with the last dimensions of the input. `eps` is added to the variance.
     """
     shape = (1,) * (input.dim() - len(shape)) + shape
     weight, bias = (None if p is None else p.view(shape) for p in (weight, bias))
-    result: Tensor = _Normalised.apply(input, dims, eps, weight, bias, update)  # type: ignore[no-untyped-call]
+    result: Tensor = _Normalized.apply(input, dims, eps, weight, bias, update)  # type: ignore[no-untyped-call]
     return result
 
 

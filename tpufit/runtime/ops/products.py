@@ -15,7 +15,7 @@ from .residuals import compute_residual, keeps_residuals
 
 
 def _multiply(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """`torch.einsum`, whose result is no view: `views` looks for it as the base of later views."""
+    """`torch.einsum`, whose result isn't a view: `views` looks for it as the base of later views."""
     result = torch.einsum(equation, a, b)
     return result.clone() if result._is_view() else result  # in a graph, a copy costs nothing
 
@@ -40,12 +40,12 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         a, b = ctx.saved_tensors
-        of_a, of_b, of_result = ctx.equation.replace("->", ",").split(",")
+        a_indices, b_indices, result_indices = ctx.equation.replace("->", ",").split(",")
         _, needs_a, needs_b, _ = ctx.needs_input_grad
         return (
             None,
-            product(f"{of_result},{of_b}->{of_a}", gradient, b) if needs_a else None,
-            product(f"{of_a},{of_result}->{of_b}", a, gradient) if needs_b else None,
+            product(f"{result_indices},{b_indices}->{a_indices}", gradient, b) if needs_a else None,
+            product(f"{a_indices},{result_indices}->{b_indices}", a, gradient) if needs_b else None,
             None,
         )
 
@@ -102,14 +102,14 @@ class _Linear(torch.autograd.Function):
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gradient = (gradients[0] if len(gradients) == 1 else torch.cat(gradients, -1)).to(ctx.dtype)
         rows = ascii_lowercase[: gradient.dim() - 1]
-        of_bias = None
+        bias_gradient = None
         if needs_bias:
             sums = [part.sum(tuple(range(gradient.dim() - 1))) for part in gradients]
-            of_bias = (sums[0] if len(sums) == 1 else torch.cat(sums)).to(ctx.bias_dtype)
+            bias_gradient = (sums[0] if len(sums) == 1 else torch.cat(sums)).to(ctx.bias_dtype)
         return (
             product(f"{rows}z,zy->{rows}y", gradient, weight) if needs_input else None,
             product(f"{rows}z,{rows}y->zy", gradient, input) if needs_weight else None,
-            of_bias,
+            bias_gradient,
             None,
         )
 

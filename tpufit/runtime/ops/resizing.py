@@ -14,8 +14,8 @@ def nearest(input: Tensor, output_size: Sequence[int] | None, scale_factors: Seq
     result = input
     for dim, factor in zip((-2, -1), scale_factors or (), strict=True):
         size = input.shape[dim]
-        places = torch.arange(int(size * factor), dtype=torch.float32, device=input.device) * (1 / factor)
-        result = result.index_select(dim, places.floor().clamp(max=size - 1).long())
+        positions = torch.arange(int(size * factor), dtype=torch.float32, device=input.device) * (1 / factor)
+        result = result.index_select(dim, positions.floor().clamp(max=size - 1).long())
     return result
 
 
@@ -28,12 +28,12 @@ def bilinear(
     result = input
     for dim, factor in zip((-2, -1), scale_factors or (), strict=True):
         size = input.shape[dim]
-        places = torch.arange(int(size * factor), dtype=torch.float32, device=input.device)
-        places = ((places + 0.5) * (1 / factor) - 0.5).clamp(min=0)
-        below = places.floor().clamp(max=size - 1)
-        share = (places - below).view([-1] + [1] * (-1 - dim))
+        positions = torch.arange(int(size * factor), dtype=torch.float32, device=input.device)
+        positions = ((positions + 0.5) * (1 / factor) - 0.5).clamp(min=0)
+        below = positions.floor().clamp(max=size - 1)
+        fraction = (positions - below).view([-1] + [1] * (-1 - dim))
         first, second = (result.index_select(dim, i.long()) for i in (below, (below + 1).clamp(max=size - 1)))
-        result = first * (1 - share) + second * share
+        result = first * (1 - fraction) + second * fraction
     return result.to(input.dtype)
 
 
