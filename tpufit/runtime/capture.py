@@ -209,8 +209,8 @@ class Capture:
         # memory that the graph has written over.
         escaped = self._find_stored_elsewhere([*own, *computed, *state.tensors], searches)
         state_aliases = state_aliases_of(state.tensors, escaped) if escaped else []
-        following = {id(state_alias.tensor()) for state_alias in state_aliases}
-        escaped = [t for t in escaped if id(t) not in following]
+        aliasing = {id(state_alias.tensor()) for state_alias in state_aliases}
+        escaped = [t for t in escaped if id(t) not in aliasing]
         others, output_indices = _find_outputs(own, [*computed, *escaped])
         roots = [*own, *others]
         if not roots:

@@ -112,8 +112,8 @@ class HeldState(DeviceState):
         """Return the values of the user's tensors, in separate memory if graphs may write over them.
 
         A copy on the device shares its original's memory. Only a lazy driver shows which copies do; with it,
-        `find_followers` separates them. Here the user's tensors get the new values at once, so that only a part of the
-        state is in memory twice.
+        `find_state_aliases` separates them. Here the user's tensors get the new values at once, so that only a part of
+        the state is in memory twice.
         """
         if not self.may_be_donated or driver().is_lazy:
             return values
@@ -191,10 +191,10 @@ class HeldState(DeviceState):
         ):
             wait("changed weights")  # pending tensors have no memory to compare
             self.unalias(placement)
-        self.find_followers(placement)
+        self.find_state_aliases(placement)
 
-    def find_followers(self, placement: Placement) -> None:
-        """Find the state aliases anew, and give the user's copies of the state separate memory.
+    def find_state_aliases(self, placement: Placement) -> None:
+        """Find the state aliases again, and give the user's copies of the state separate memory.
 
         A copy on the device shares its original's memory, which a graph may write over. All tensors of the state must
         have been computed.

@@ -5,7 +5,7 @@ A donated tensor is gone once its graph has started, so nothing else may need it
 - A step donates only tensors of the state, and only if it replaces all tensors with their memory. Batches, sums, seeds
   and constants may be inputs of the next step, too.
 - The user's copies of the state and tensors that aren't aliases get separate memory before a step, see
-  `HeldState.separate`, `find_followers` and `unalias`.
+  `HeldState.separate`, `find_state_aliases` and `unalias`.
 - A graph that won't run takes nothing: `Driver.revoke_donation`.
 - If a graph fails after it has started, the state's values are lost, see `HeldState.lost`.
 

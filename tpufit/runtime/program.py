@@ -400,7 +400,7 @@ class CapturedProgram(Program):
         target.placement.launch("transfer")  # the user's pending work doesn't belong to the step
         wait("capture")
         target.state.unalias(target.placement)
-        target.state.find_followers(target.placement)
+        target.state.find_state_aliases(target.placement)
 
     def _watch(self) -> Watch:
         # A random number in the first traces is harmless, e.g. for a layer's initial values.

@@ -55,15 +55,15 @@ class StateAliases:
         that isn't known shares memory with the state.
 
         Returns:
-            The searched tensors that follow no tensor of the state.
+            The searched tensors that share all their memory with no tensor of the state.
         """
         others = self.list_alive()
         if everywhere or is_shared_elsewhere([*tensors, *others]):
             own = set(map(id, tensors))
             others = [tensor for tensor in find_alive() if id(tensor) not in own]
         self._aliases = state_aliases_of(tensors, others)
-        following = set(map(id, self.list_alive()))
-        return [tensor for tensor in others if id(tensor) not in following]
+        aliasing = set(map(id, self.list_alive()))
+        return [tensor for tensor in others if id(tensor) not in aliasing]
 
     def empty(self) -> None:
         """Take the values out of the state aliases; `link` gives them the state's values again."""

@@ -68,7 +68,7 @@ class Target:
             # runtime was imported, and then fails with an internal error.
             torch.autograd.set_multithreading_enabled(False),
         ):
-            with nullcontext() if view is None else view.following():
+            with nullcontext() if view is None else view.adopting_replacements():
                 result = body(inputs, seeds)
             if shardings:
                 self.state.pin(self.state.tensors, self.placement)

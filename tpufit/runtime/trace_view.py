@@ -65,7 +65,7 @@ class TraceView:
         state.packed = frozenset(packed)
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def adopting_replacements(self) -> Iterator[None]:
         """A context for the Python of the step, which may put other tensors into the slots of the state's tensors.
 
         At its end the state adopts these tensors. If the Python fails, the slots get the former tensors back.
