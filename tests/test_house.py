@@ -18,7 +18,7 @@ FRIENDLY_ATTRIBUTES = {
     "_parameters": "of an nn.Module: the same of its parameters",
     "_cdata": "of a storage: its identity, whether it has been computed or not",
     "_is_functional_tensor": "of torch: whether a tensor is one of a device that traces",
-    "_is_functional_tensor_base": "of torch: whether such a tensor is no view",
+    "_is_functional_tensor_base": "of torch: whether such a tensor isn't a view",
     "_functionalize_apply_view_metas": "of torch 2.8: the same view of another tensor",
     "_functionalize_is_multi_output_view": "of torch: whether a tensor is one of several views, as of unbind",
     "_is_view": "of a tensor: whether its memory is another's",

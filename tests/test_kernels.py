@@ -59,7 +59,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products(name):
+def test_products_equal_pytorchs(name):
     function, *shapes = PRODUCTS[name]
     check(function, *(randn(*shape) for shape in shapes))
 

@@ -22,24 +22,24 @@ def clock(monkeypatch):
 
 def captured(in_lockstep=False, cost=0.5, agreed=True):
     """The audits of a captured graph, after the audit at the beginning of a pass."""
-    own = replay_audits.Audits(in_lockstep)
-    own.note_capture("graph")
-    own.begin_pass()
-    assert own.is_due("graph", None)
-    own.note_audit("graph", cost, agreed)
-    return own
+    audits = replay_audits.Audits(in_lockstep)
+    audits.note_capture("graph")
+    audits.begin_pass()
+    assert audits.is_due("graph", None)
+    audits.note_audit("graph", cost, agreed)
+    return audits
 
 
-def steps_audited(own, clock, steps, seconds, left=lambda i: None, after=lambda own: None):
+def steps_audited(audits, clock, steps, seconds, remaining=lambda i: None, after=lambda audits: None):
     """Return the steps of a pass that are preceded by an audit."""
     found = []
     for i in range(steps):
-        if own.is_due("graph", left(i)):
+        if audits.is_due("graph", remaining(i)):
             found.append(i)
-            own.note_audit("graph", 0.5, agreed=True)
-        own.note_replay("graph", 1)
+            audits.note_audit("graph", 0.5, agreed=True)
+        audits.note_replay("graph", 1)
         clock.now += seconds
-        after(own)
+        after(audits)
     return found
 
 
@@ -48,15 +48,15 @@ def test_distances_between_audits_double(clock):
 
 
 def test_each_pass_begins_with_an_audit(clock):
-    own = captured(in_lockstep=True)
-    steps_audited(own, clock, 50, 0.0)
-    own.begin_pass()
-    assert steps_audited(own, clock, 14, 0.0) == [0, 4, 12]
+    audits = captured(in_lockstep=True)
+    steps_audited(audits, clock, 50, 0.0)
+    audits.begin_pass()
+    assert steps_audited(audits, clock, 14, 0.0) == [0, 4, 12]
 
 
 def test_audits_take_a_hundredth_of_the_time(clock):
-    own = captured(cost=0.5)
-    assert steps_audited(own, clock, 1000, 0.25) == [201, 402, 603, 804]
+    audits = captured(cost=0.5)
+    assert steps_audited(audits, clock, 1000, 0.25) == [201, 402, 603, 804]
     assert steps_audited(captured(cost=0.5), clock, 20, 100.0) == [4, 12]
 
 
@@ -66,52 +66,52 @@ def test_the_last_steps_are_audited_if_cheap_or_users_code_runs(clock):
 
     assert steps_audited(captured(), clock, 10, 0.1, countdown) == []
     assert steps_audited(captured(), clock, 10, 30.0, countdown) == [4, 8]
-    hooked = steps_audited(captured(), clock, 10, 0.1, countdown, lambda own: own.note_user_code(every_batch=True))
+    hooked = steps_audited(captured(), clock, 10, 0.1, countdown, lambda audits: audits.note_user_code(every_batch=True))
     assert hooked == [8, 9]
 
 
 def test_no_audit_soon_after_an_expensive_capture(clock):
-    own = replay_audits.Audits()
-    own.note_capture("graph")  # compiled
-    own.note_capture("graph", 0.5)
-    assert steps_audited(own, clock, 400, 0.25) == [201]
+    audits = replay_audits.Audits()
+    audits.note_capture("graph")  # compiled
+    audits.note_capture("graph", 0.5)
+    assert steps_audited(audits, clock, 400, 0.25) == [201]
 
 
 def test_an_audit_follows_rarely_run_user_code(clock):
-    own = captured()
-    own.note_replay("graph", 3)
-    assert not own.is_due("graph", None)
-    own.note_user_code(every_batch=False)
-    assert own.is_due("graph", None)
+    audits = captured()
+    audits.note_replay("graph", 3)
+    assert not audits.is_due("graph", None)
+    audits.note_user_code(every_batch=False)
+    assert audits.is_due("graph", None)
 
 
-@pytest.mark.parametrize(("coded", "doubtful"), [(False, 7), (True, 4)], ids=["by itself", "by user code"])
-def test_the_doubtful_steps(clock, coded, doubtful):
-    own = captured()
-    own.note_replay("graph", 3)
-    if coded:
-        own.note_user_code(every_batch=True)
-    own.note_replay("graph", 4)
-    assert own.count_doubtful_steps("graph") == doubtful
+@pytest.mark.parametrize(("user_code_runs", "doubtful"), [(False, 7), (True, 4)], ids=["by itself", "by user code"])
+def test_steps_before_user_code_ran_are_not_doubtful(clock, user_code_runs, doubtful):
+    audits = captured()
+    audits.note_replay("graph", 3)
+    if user_code_runs:
+        audits.note_user_code(every_batch=True)
+    audits.note_replay("graph", 4)
+    assert audits.count_doubtful_steps("graph") == doubtful
 
 
 def test_a_change_between_passes_leaves_no_doubtful_step(clock):
-    own = captured()
-    own.note_replay("graph", 3)
-    own.note_user_code(every_batch=False)  # on_epoch_end
-    own.begin_pass()
-    assert own.is_due("graph", None) and own.count_doubtful_steps("graph") == 0
+    audits = captured()
+    audits.note_replay("graph", 3)
+    audits.note_user_code(every_batch=False)  # on_epoch_end
+    audits.begin_pass()
+    assert audits.is_due("graph", None) and audits.count_doubtful_steps("graph") == 0
 
 
 def test_after_a_difference_all_graphs_are_doubtful(clock):
-    own = captured()
-    own.note_capture("short batch")
-    assert not own.is_due("short batch", None)
-    own.note_audit("graph", 0.5, agreed=False)
-    assert own.is_due("short batch", None) and not own.is_due("graph", None)
+    audits = captured()
+    audits.note_capture("short batch")
+    assert not audits.is_due("short batch", None)
+    audits.note_audit("graph", 0.5, agreed=False)
+    assert audits.is_due("short batch", None) and not audits.is_due("graph", None)
 
 
 def test_a_failed_comparison_is_followed_by_another_audit(clock):
-    own = captured(in_lockstep=True)
-    own.note_disturbed_audit("graph")
-    assert own.is_due("graph", None)
+    audits = captured(in_lockstep=True)
+    audits.note_disturbed_audit("graph")
+    assert audits.is_due("graph", None)

@@ -48,7 +48,7 @@ def reads_item(net, h):
     return h * (h.mean().item() > 0)
 
 
-def condition(net, h):
+def branches_on_a_value(net, h):
     return h if h.mean() > 100 else h + 1
 
 
@@ -77,7 +77,7 @@ def assert_equal(one, other):
     ("planted", "message"),
     [
         (reads_item, "the train step reads a value from the device at {}.*torch.where"),
-        (condition, "the train step reads a value from the device at {}"),
+        (branches_on_a_value, "the train step reads a value from the device at {}"),
         (prints_a_tensor, "the train step reads a value from the device at {}"),
         (
             falls_back_to_the_host,

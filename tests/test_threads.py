@@ -128,16 +128,16 @@ def test_reading_data_lends_the_device_to_short_calls_only():
 
 def test_many_threads_never_overlap():
     turns = Turns()
-    inside = []
-    met = []
+    running = []
+    overlaps = []
 
     def work(name):
         for i in range(200):
             with turns.taking_turn(name, exclusive=i % 5 == 0):
-                met.extend(inside)
-                inside.append(name)
+                overlaps.extend(running)
+                running.append(name)
                 time.sleep(0)
-                inside.remove(name)
+                running.remove(name)
                 if i % 3 == 0:
                     turns.give_way()
                 elif i % 7 == 0:
@@ -147,7 +147,7 @@ def test_many_threads_never_overlap():
     threads = [in_thread(lambda name=name: work(name)) for name in "abcdef"]
     for thread, _ in threads:
         thread.join(120)
-    assert [answers for _, answers in threads] == [[None]] * 6 and not met
+    assert [answers for _, answers in threads] == [[None]] * 6 and not overlaps
 
 
 def test_a_thread_that_is_waited_for_is_refused(monkeypatch):

@@ -46,18 +46,18 @@ _MODULES = {
 }
 
 
-def _wake_torch_tpu() -> None:
+def _register_torch_tpu() -> None:
     """Name torch_tpu's device if `import torch` has loaded torch_tpu: PyTorch's first backward pass needs the name."""
     package = sys.modules.get(f"{__name__}.drivers.torchtpu")
     is_being_imported = package is not None and not hasattr(package, "DRIVER")  # it imports names from here
     if "torch_tpu._loader" in sys.modules and not is_being_imported:
-        import_module(f"{__name__}.drivers.torchtpu.start").wake_early()
+        import_module(f"{__name__}.drivers.torchtpu.start").register_early()
 
 
 def __getattr__(name: str) -> Any:
     """Import a name at its first use, because the doctor must run even if torch can't be imported."""
     import_module(f"{__name__}.utils.torch_import")
-    _wake_torch_tpu()
+    _register_torch_tpu()
     if name in _MODULES:
         value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):
@@ -74,4 +74,4 @@ def __dir__() -> list[str]:
     return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *parts})
 
 
-_wake_torch_tpu()
+_register_torch_tpu()

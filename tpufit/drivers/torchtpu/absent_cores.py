@@ -25,7 +25,7 @@ from .compute_modes import noting
 from .one_core import OneCore, Program
 from .placement import TpuCore
 from .private_names import names
-from .start import add_operations, wake_quietly
+from .start import add_operations, register_quietly
 from .trace_seeds import GeneratorState, TpuSeeds
 
 _READ = "the step reads a value from the device, or runs an operation on the host"
@@ -114,14 +114,14 @@ class AbsentSeeds(TpuSeeds):
         self._state = native.tensor
 
 
-def wake_without_device() -> None:
+def register_without_device() -> None:
     """Register torch_tpu's device with PyTorch, for traces without a device."""
     registry = (ctypes.c_void_p * (_PRIVATE_USE_1 + 1)).in_dll(_libc10(), _REGISTRY)
     accelerators = import_module("torch._C._acc")
     if not accelerators.register_python_privateuseone_device_guard(_guard()):
         raise PreflightError("torch_tpu was loaded before its preflight began: set TORCH_DEVICE_BACKEND_AUTOLOAD=0")
     ours = registry[_PRIVATE_USE_1]
-    wake_quietly()
+    register_quietly()
     registry[_PRIVATE_USE_1] = ours  # torch_tpu has replaced it by its own guard
     names().push_mode(names().modes.INTERNAL_COMPILE_FX_GRAPH)  # permanently: nothing can be computed
     add_operations("TPU")

@@ -18,7 +18,7 @@ from ...runtime import device_counters
 from ...runtime.driver import CoresRequest, Driver, Trace
 from ...runtime.trace_seeds import Place, TraceSeeds
 from . import core_environments, dropout_bits, start
-from .absent_cores import AbsentSeeds, AbsentTpu, ValuelessCores, wake_without_device
+from .absent_cores import AbsentSeeds, AbsentTpu, ValuelessCores, register_without_device
 from .compute_modes import computing, noting, printing
 from .core_group import CoreGroup
 from .host import find_host
@@ -74,7 +74,7 @@ class TorchTpuDriver(Driver):
         return self._cores.prepare_read(tensor) if self._session is None else None
 
     def start_absent(self, count: int) -> str:
-        wake_without_device()
+        register_without_device()
         self._cores = ValuelessCores(count)
         return "TPU"
 

@@ -126,7 +126,7 @@ def names() -> Names:
     return Names(**found)
 
 
-def wake() -> None:
+def register_device() -> None:
     """Import torch_tpu, and register its device with PyTorch.
 
     torch_tpu itself doesn't do so without a TPU on the bus, even if TPU_LIBRARY_PATH names a plugin.
@@ -136,7 +136,7 @@ def wake() -> None:
     loader["_LOADED"] = True
 
 
-def is_awake() -> bool:
+def is_registered() -> bool:
     """True if torch_tpu's device is registered with PyTorch."""
     loader = sys.modules.get("torch_tpu._loader")
     return loader is not None and bool(vars(loader)["_DEVICE_INITIALIZED"])

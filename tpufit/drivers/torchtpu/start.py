@@ -23,7 +23,7 @@ from .core_group import CoreGroup
 from .host import Host, find_host
 from .kernels import patch_kernels
 from .one_core import OneCore
-from .private_names import TRIED, is_awake, names, wake
+from .private_names import TRIED, is_registered, names, register_device
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 3: only fatal errors
@@ -46,13 +46,13 @@ def load() -> None:
             "torch_tpu is installed, but this host has no TPU chip on its PCI bus. Choose a TPU machine, compile with "
             "run_eagerly=True, or install torch_xla instead for virtual cores: pip install 'tpufit[xla]'"
         )
-    wake_quietly()
+    register_quietly()
     names()
 
 
-def wake_quietly() -> None:
+def register_quietly() -> None:
     """Import torch_tpu and register its device, without its output."""
-    if not is_awake():
+    if not is_registered():
         os.environ.setdefault(_LOG_LEVEL, "3")
         before = os.environ.get(_AUTOLOAD)
         os.environ[_AUTOLOAD] = "0"
@@ -61,7 +61,7 @@ def wake_quietly() -> None:
                 warnings.simplefilter("ignore")
                 # Half an import can't be repeated: PyTorch registers each name only once.
                 with defer_interrupt(), defer_import(_INDUCTOR):
-                    wake()
+                    register_device()
         except (ImportError, RuntimeError, OSError, KeyError) as error:
             raise StartError(
                 f"torch_tpu {releases.version('torch_tpu')} doesn't work with torch {releases.version('torch')}: "
@@ -79,13 +79,13 @@ def wake_quietly() -> None:
         warnings.filterwarnings("ignore", message="The .grad attribute", module=r"torch\._decomp\.")
 
 
-def wake_early() -> None:
+def register_early() -> None:
     """Register the device with PyTorch before the first backward pass on the host, which starts the device.
 
     `import torch` loads torch_tpu automatically, but doesn't name the device if the host has no TPU on its PCI bus. A
     device that starts without a name can't be used later.
     """
-    if not is_awake():
+    if not is_registered():
         # Importing tpufit must not fail. `start` raises the same error when a fit needs the device.
         with contextlib.suppress(StartError, VersionError):
             load()
