@@ -222,14 +222,14 @@ class CoreConnections:
                 return False
             if now - last_probe > _PROBE_SECONDS:
                 last_probe = now
-                self._check_beats(now)
+                self._check_heartbeats(now)
                 if programs:
                     stuck = self._find_stuck_cores(probe, stuck)
                     with self.lock:
                         probe = self.tell(Probe())
         return True
 
-    def _check_beats(self, now: float) -> None:
+    def _check_heartbeats(self, now: float) -> None:
         for core, beat in enumerate(self._signs[:, Sign.BEAT], 1):
             if 0 < beat < (now - silence_limit()) * 1e3:
                 number = self._first + core

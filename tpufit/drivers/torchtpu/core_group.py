@@ -35,7 +35,7 @@ from .private_names import names
 from .programs import compile_text, shard_text, text_of
 from .tensor_identity import handle_of, place_of
 
-_OUTPUTS = 1 << 16  # the numbers reserved for a program's outputs
+_NUMBERS_PER_PROGRAM = 1 << 16  # reserved for a program's outputs
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ class CoreGroup(OneCore):
             own_inputs = [record.stand_in(tensor) for tensor, record in zip(inputs, records, strict=True)]
             forgotten = list(self._tensors.forgotten)
             start = _Start(self._next, len(forgotten))
-            self._next += _OUTPUTS
+            self._next += _NUMBERS_PER_PROGRAM
             split = program.split
             placeholders = [self._placeholder(one.shape, one.dtype) for one in split]
             if split:

@@ -67,9 +67,9 @@ class CoreProcess:
         """Handle messages until the other end is closed."""
         first, number, descriptor = receive(self._connection)
         assert isinstance(first, Map)
-        self._do(first, descriptor)
+        self._handle(first, descriptor)
         signs = self._blocks[0].tensor_at(self._core * len(Sign) * 8, (len(Sign),), torch.int64).numpy()
-        threading.Thread(target=self._beat, args=(signs,), daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, args=(signs,), daemon=True).start()
         start.load()
         self._connection.send(pack(Imported()))
         while True:
@@ -78,7 +78,7 @@ class CoreProcess:
             if message is None:
                 return
             try:
-                self._do(message, descriptor)
+                self._handle(message, descriptor)
             except (RuntimeError, ValueError, MemoryError) as error:
                 if isinstance(message, (Map, Begin)):
                     raise
@@ -90,12 +90,12 @@ class CoreProcess:
                 self._connection.send(pack(failed))
 
     @staticmethod
-    def _beat(signs: Sequence[int]) -> None:
+    def _send_heartbeats(signs: Sequence[int]) -> None:
         while True:
             signs[Sign.BEAT] = int(monotonic() * 1e3)  # type: ignore[index]
             sleep(_HEARTBEAT_SECONDS)
 
-    def _do(self, message: Message, descriptor: int | None) -> None:
+    def _handle(self, message: Message, descriptor: int | None) -> None:
         match message:
             case Map(block, nbytes):
                 self._blocks[block] = Block(nbytes, descriptor)
