@@ -77,7 +77,7 @@ def test_rows_that_the_cores_do_not_divide_are_exact(run_python):
     code = f"""
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from torch.nn import functional as F
-from uneven import KINDS
+from row_losses import KINDS
 
 def loss_of(out, y):
     kinds = ("index", "gather", "one-hot by scatter_", "index_add_", "a margin at the label", "half of the rows")

@@ -15,7 +15,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME, DIMMED_MONOKAI, Terminal
 from rich.text import Text
 
 sys.path.insert(0, str(ROOT / "tests"))
-from screen import in_a_terminal
+from pseudo_terminal import in_a_terminal
 
 COLUMNS = 126
 TRAINING = """
