@@ -66,7 +66,9 @@ def test_the_last_steps_are_audited_if_cheap_or_users_code_runs(clock):
 
     assert steps_audited(captured(), clock, 10, 0.1, countdown) == []
     assert steps_audited(captured(), clock, 10, 30.0, countdown) == [4, 8]
-    hooked = steps_audited(captured(), clock, 10, 0.1, countdown, lambda audits: audits.note_user_code(every_batch=True))
+    hooked = steps_audited(
+        captured(), clock, 10, 0.1, countdown, lambda audits: audits.note_user_code(every_batch=True)
+    )
     assert hooked == [8, 9]
 
 
