@@ -186,19 +186,19 @@ def scaled(h, scale=1.0, *, factor=1.0):
 
 
 @case
-def a_default():
+def a_default_argument():
     scaled.__defaults__ = (1.0,)
     return lambda net, h: scaled(h), lambda net, value: setattr(scaled, "__defaults__", (value,))
 
 
 @case
-def a_default_by_keyword():
+def a_keyword_only_default():
     scaled.__defaults__, scaled.__kwdefaults__ = (1.0,), {"factor": 1.0}
     return lambda net, h: scaled(h), lambda net, value: setattr(scaled, "__kwdefaults__", {"factor": value})
 
 
 @case
-def a_partial():
+def a_partial_function():
     applied = functools.partial(scaled, scale=1.0)
     return lambda net, h: applied(h), lambda net, value: applied.keywords.update(scale=value)
 
@@ -234,7 +234,7 @@ def a_property():
 
 
 @case
-def a_method_replaced():
+def a_replaced_method():
     class Head(nn.Module):
         def forward(self, h):
             return h
@@ -356,12 +356,12 @@ def a_backward_hook():
 
 
 @case
-def a_hook_on_a_gradient():
+def a_tensor_hook():
     return lambda net, h: h, lambda net, value: net.body.weight.register_hook(lambda gradient: gradient * value)
 
 
 @case
-def a_hook_after_a_gradient():
+def a_post_accumulate_grad_hook():
     def change(net, value):
         def scale(parameter):
             parameter.grad = parameter.grad * value
@@ -499,7 +499,7 @@ class Tagged(torch.Tensor):
 
 
 @case
-def a_tensor_of_a_class_of_its_own():
+def an_instance_of_a_tensor_subclass():
     scale = [torch.ones(3).as_subclass(Tagged)]
 
     def change(net, value):

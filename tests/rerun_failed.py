@@ -1,6 +1,6 @@
 """Runs pytest, then each failed test a second time, alone: `python tests/rerun_failed.py [pytest's options]`.
 
-A test that fails twice is a failure. A test that passes the second time is unsteady: it is named in the last lines,
+A test that fails twice is a failure. A test that passes the second time is flaky: it is named in the last lines,
 and its cause must be mended. If more than ten tests fail, none runs again.
 """
 
@@ -41,8 +41,8 @@ def main(options: list[str]) -> int:
     sys.stdout.flush()
     passed = {test: passes_alone(test, options) for test in failed.ids}
     print()
-    for test, unsteady in passed.items():
-        print(f"unsteady: {test} failed beside other tests and passed alone" if unsteady else f"FAILED twice: {test}")
+    for test, flaky in passed.items():
+        print(f"flaky: {test} failed beside other tests and passed alone" if flaky else f"FAILED twice: {test}")
     return int(pytest.ExitCode.OK if all(passed.values()) else code)
 
 

@@ -136,7 +136,7 @@ def test_a_test_that_passes_the_second_time_is_named(pytester, parallel):
     result = rerun(pytester, f"{RUNS}{test}def test_passes(run): assert run == 1", *parallel)
     assert result.ret == 0
     assert result.outlines[-1] == (
-        "unsteady: test_inner.py::test_once[a - b::c[d]] failed beside other tests and passed alone"
+        "flaky: test_inner.py::test_once[a - b::c[d]] failed beside other tests and passed alone"
     )
     assert (pytester.path / "test_once").read_text().split() == ["ran", "ran"]
 
@@ -145,7 +145,7 @@ def test_a_test_that_fails_twice_is_a_failure(pytester):
     result = rerun(pytester, f"{RUNS}def test_once(run): assert run == 2\ndef test_never(run): assert run == 3")
     assert result.ret == 1
     assert result.outlines[-2:] == [
-        "unsteady: test_inner.py::test_once failed beside other tests and passed alone",
+        "flaky: test_inner.py::test_once failed beside other tests and passed alone",
         "FAILED twice: test_inner.py::test_never",
     ]
 
@@ -159,7 +159,7 @@ def test_more_than_ten_failed_tests_do_not_run_again(pytester):
 
 def test_a_file_that_cannot_be_collected_is_a_failure(pytester):
     result = rerun(pytester, "import absent_module")
-    assert result.ret == 2 and "unsteady" not in result.stdout.str()
+    assert result.ret == 2 and "flaky" not in result.stdout.str()
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ VALUE = 3.0  # the value that replaces 1
 RANDOM = ["a dropout rate", "a seed inside the step"]  # the host draws other numbers than the device
 ROUNDING = 1e-3  # of an eager step: one case multiplies in bfloat16
 ANNOUNCED = "has changed while steps ran"
-SOME = ["a long list of a closure", "a file", "a numpy view of a tensor on the host", "a hook on a gradient"]
+SOME = ["a long list of a closure", "a file", "a numpy view of a tensor on the host", "a tensor hook"]
 
 
 class Changing(Callback):
@@ -78,8 +78,8 @@ class Sees:
 
 # `make test` tries every case in the next test, and these in both.
 TELLING = (
-    *("a number of the module", "a long list of a closure", "a global number", "a deque", "a partial", "a generator"),
-    *("a file", "a forward hook", "a hook on a gradient", "a dropout rate", "whether autocast is on"),
+    *("a number of the module", "a long list of a closure", "a global number", "a deque", "a partial function"),
+    *("a generator", "a file", "a forward hook", "a tensor hook", "a dropout rate", "whether autocast is on"),
     *("a large tensor on the host", "an attribute of a tensor"),
 )
 

@@ -312,6 +312,6 @@ TRAININGS = {
     "Llama of 512 words": _text(partial(Llama, length=512, depth=2), (512,), 4),
     "ResNet of 4 blocks": Training(partial(resnet50, (2, 2)), (3, 224, 224), 16),
     "ConvNeXt of 2 blocks": Training(ConvNeXt, (3, 224, 224), 16),
-    "LSTM of 8 moments": Training(LSTM, (8, 128), 64),
-    "GRU of 8 moments": Training(GRU, (8, 128), 64),
+    "LSTM, 8 time steps": Training(LSTM, (8, 128), 64),
+    "GRU, 8 time steps": Training(GRU, (8, 128), 64),
 }
