@@ -102,8 +102,8 @@ def test_the_links_of_a_page_have_targets(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_files_that_a_page_names_exist(name):
-    metric_names = re.findall(r"\b(?:examples|docs|tests|callbacks|tpufit)/[\w/]+\.\w+", PAGES[name].text)
-    assert [path for path in metric_names if not (ROOT / path).exists()] == []
+    paths = re.findall(r"\b(?:examples|docs|tests|callbacks|tpufit)/[\w/]+\.\w+", PAGES[name].text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name not in ("benchmarks.md", "README.md")])

@@ -124,7 +124,7 @@ def test_rows_in_memory_never_have_a_thread(tmp_path):
 def test_fast_means_little_of_the_loops_time(times, inline):
     pace = stream([(X, Y)]).pace
     pace.note(times, 1.0)
-    assert pace.inline is inline_reader
+    assert pace.inline is inline
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])

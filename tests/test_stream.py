@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from tpufit.data import PerHost, loader_workers, stream
+from tpufit.data import PerHost, stream
 from tpufit.data.data_position import start_of_next_pass
 from tpufit.data.per_host import LocalBatch
+from tpufit.data.read_loader import read_loader
 from tpufit.data.sampling import permute_rows, select_shard_rows
 from tpufit.errors import ArgumentError, DataError
 from tpufit.utils.random import RNGState
@@ -263,14 +264,14 @@ def test_each_host_has_its_own_rows_of_a_stream_and_of_a_loader(workers):
             yield from range(11)
 
     for data, reads in ((Few(), 11), (Numbers(11), 6)):
-        loader = DataLoader(data, 2, num_workers=loader_workers)
+        loader = DataLoader(data, 2, num_workers=workers)
         parts = [list(stream(loader, cores=2, local_shards=[shard]).epoch(0)) for shard in (0, 1)]
         assert [[part.batch.tolist() for part in host] for host in parts] == [
             [[0, 1], [4, 5], [8, 9]],
             [[2, 3], [6, 7], [10]],
         ]
         assert [part.rows for part in parts[0]] == [4, 4, 3]
-        assert reads == 11 or loader_workers or sorted(data.read) == list(range(11))  # each row by one host
+        assert reads == 11 or workers or sorted(data.read) == list(range(11))  # each row by one host
 
 
 def test_a_host_without_rows_of_the_last_batch():
@@ -319,7 +320,7 @@ def test_read_only_arrays_are_shared_and_no_warning_is_given():
 def test_a_loader_without_workers_leaves_frozen_objects_frozen():
     gc.freeze()
     try:
-        assert len(list(loader_workers.read(DataLoader(TensorDataset(torch.zeros(4)))))) == 4
+        assert len(list(read_loader(DataLoader(TensorDataset(torch.zeros(4)))))) == 4
         assert gc.get_freeze_count()
     finally:
         gc.unfreeze()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
-from ..data.batches import as_tensors
+from ..data.to_tensors import as_tensors
 from ..errors import ArgumentError
 from ..hosts import is_first
 from ..runtime import copy_to_host

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ..errors import BatchError, DataError
 from ..utils.user_code import warn
-from .batches import as_tensors, fields, is_row_of_parts, list_tensors, require_dense
+from .batches import fields, is_row_of_parts, list_tensors, require_dense
+from .to_tensors import as_tensors
 
 # The parts of several batches at the same position in the nest, which differ in their rows only.
 Column = Sequence[Any]

@@ -12,9 +12,9 @@ from ..errors import join_few
 from ..utils.random import RNGState
 from ..utils.saved_attributes import Kept
 from ..utils.user_code import warn
-from .batches import as_tensors
 from .per_host import map_batch
 from .sources import Source
+from .to_tensors import as_tensors
 
 # The number of past positions to keep: more batches than are ever read ahead.
 _KEPT = 1024

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import DataError, join_few, say_count
 from ..utils.random import RNGState
-from .batches import as_tensors, fields, holds_numbers, host_array, is_leaf, is_row_of_parts, list_tensors
+from .batches import fields, is_row_of_parts, list_tensors
+from .to_tensors import as_tensors, holds_numbers, is_leaf, to_host_tensor
 
 # The keys of the targets in a data set's dicts.
 _TARGETS = ("labels", "label", "targets", "target", "y")
@@ -59,7 +60,7 @@ def is_keras_dataset(data: Any) -> bool:
     )
 
 
-def host_arrays(parts: tuple[Any, ...], name: str) -> Any:
+def to_host_tensors(parts: tuple[Any, ...], name: str) -> Any:
     """Convert `(x,)`, `(x, y)` or `(x, y, sample_weight)` to a nest of host tensors with equally many rows.
 
     Raises:
@@ -68,7 +69,7 @@ def host_arrays(parts: tuple[Any, ...], name: str) -> Any:
     names = (name, "y", "sample_weight")
 
     def one(path: Any, leaf: Any) -> Any:
-        return host_array(leaf, names[path[0].idx] + keystr(path[1:]))
+        return to_host_tensor(leaf, names[path[0].idx] + keystr(path[1:]))
 
     nest = tree_map_with_path(one, parts, is_leaf=is_leaf)
     shapes = [tuple(leaf.shape) for leaf in tree_leaves(nest) if leaf is not None]

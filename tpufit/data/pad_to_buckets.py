@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import default_collate
 
 from ..errors import ArgumentError, DataError, say_count
-from .batches import as_tensors
+from .to_tensors import as_tensors
 
 
 class PadToBuckets:

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import DataError
-from .batches import as_tensors, count_rows
+from .batches import count_rows
 from .sampling import select_shard_rows
+from .to_tensors import as_tensors
 
 T = TypeVar("T")
 

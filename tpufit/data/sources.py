@@ -22,13 +22,14 @@ from ..errors import DataError
 from ..utils.random import RNGState
 from ..utils.user_code import warn
 from .batch_joiner import Joiner
-from .batches import as_tensors, count_rows, is_flat, require_dense, select_rows
+from .batches import count_rows, is_flat, require_dense, select_rows
 from .cache import CachedDataset
 from .forms import require_batch
-from .loader_workers import read
 from .per_host import LocalBatch, PerHost, Share, drop_rows
+from .read_loader import read_loader
 from .sampling import permute_rows
 from .texts import RowsOfTokens
+from .to_tensors import as_tensors
 from .worker_states import WorkerStates
 
 Transform = Callable[[Any], Any]
@@ -317,10 +318,10 @@ class Loader(Source):
         if isinstance(batches, Iterator) or self.loader.multiprocessing_context is not None:
             return None
         if not self.loader.num_workers:
-            return next(read(self.loader))
+            return next(read_loader(self.loader))
         one = {"num_workers": 1, "persistent_workers": False}  # each worker costs the start of a process
         # Only this batch: a worker that reads ahead may die while it is being ended, which PyTorch prints.
-        return next(read(_rebuild(self.loader, list(islice(batches, 1)), **one)))
+        return next(read_loader(_rebuild(self.loader, list(islice(batches, 1)), **one)))
 
     def sizes(self) -> tuple[int, int] | None:
         batches = self.loader.batch_sampler
@@ -366,7 +367,7 @@ class Loader(Source):
             loader = _rebuild(self.loader, rest)
             rows = rest.rows
         rows.clear()  # an abandoned pass has read ahead
-        for number, batch in enumerate(read(loader), 1):
+        for number, batch in enumerate(read_loader(loader), 1):
             yield (
                 start + number * self.stride,
                 batch if self._share is None else self._read_local(batch, rows.popleft()),
@@ -383,7 +384,7 @@ class Loader(Source):
         # A position is recorded after the batches that are ready or in progress have been requested, too.
         ahead = done + workers.ahead if start else 0
         self._batches.begin(first, begun, skipped if start else _do_nothing, ahead)
-        for number, came in enumerate(read(self._joined), 1):
+        for number, came in enumerate(read_loader(self._joined), 1):
             batch = workers.note(came)
             rows = self._batches.rows.popleft() if self._share is not None else 0
             if number > done:
@@ -447,7 +448,7 @@ class Iteration(Source):
         return {"batches": _length(self.iterable)}
 
     def batches(self, index: int, start: int = 0, skipped: Hook = _do_nothing) -> Batches:
-        batches = read(self.iterable) if isinstance(self.iterable, DataLoader) else iter(self.iterable)
+        batches = read_loader(self.iterable) if isinstance(self.iterable, DataLoader) else iter(self.iterable)
         if start and not self._at_start:
             _skip(batches, start)  # an iterable's batches can only be read and dropped
         skipped()

@@ -18,13 +18,13 @@ from ..errors import ArgumentError, DataError, require_choice, require_whole
 from ..utils.random import RNGState, state_from_hex, state_to_hex
 from ..utils.saved_attributes import Kept
 from ..utils.user_code import warn
-from .batches import as_tensors
 from .data_position import Position, PositionLog
 from .inline_reader import Pace
 from .nan_watch import NaNWatch
 from .padding import pad_batch
 from .per_host import PerHost, Share
 from .sources import Arrays, BatchPlan, Cached, Iteration, Samples, Source, Transform, make_loader_source
+from .to_tensors import as_tensors
 from .user_data import Form, UserData, recognize
 
 DEFAULT_BATCH_SIZE = 32  # Keras's

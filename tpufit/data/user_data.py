@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from ..errors import ArgumentError, DataError, say_count
-from .batches import count_rows, describe_value, host_array
+from .batches import count_rows, describe_value
 from .cache import CachedDataset
-from .forms import host_arrays, is_arrays, is_keras_dataset, is_map_style, is_sparse_matrix
+from .forms import is_arrays, is_keras_dataset, is_map_style, is_sparse_matrix, to_host_tensors
 from .texts import RowsOfTokens
+from .to_tensors import to_host_tensor
 
 
 class Form(Enum):
@@ -54,7 +55,7 @@ class UserData:
     def arrays(self) -> tuple[Any, ...]:
         """The batch of all rows of arrays."""
         if isinstance(self.x, TensorDataset):
-            return tuple(map(host_array, self.x.tensors))
+            return tuple(map(to_host_tensor, self.x.tensors))
         parts = (self.x, self.y, self.sample_weight)
         return parts if self.sample_weight is not None else parts[:1] if self.y is None else parts[:2]
 
@@ -114,7 +115,7 @@ def recognize(x: Any, y: Any = None, sample_weight: Any = None, name: str = "x")
         return UserData(Form.ARRAYS, x, name=name, in_memory=True)
     if is_arrays(x, y):
         in_memory = not any(isinstance(leaf, np.memmap) for leaf in tree_leaves((x, y, sample_weight)))
-        x, y, sample_weight = host_arrays((x, y, sample_weight), name)
+        x, y, sample_weight = to_host_tensors((x, y, sample_weight), name)
         return UserData(Form.ARRAYS, x, y, sample_weight, name, in_memory)
     if is_keras_dataset(x):
         raise DataError(

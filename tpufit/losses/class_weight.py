@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backend import HOST, Placement
 from ..data import unpack
-from ..data.batches import host_array
+from ..data.to_tensors import to_host_tensor
 from ..errors import ArgumentError
 from ..runtime import to_device
 from .outputs import describe_nest
@@ -93,7 +93,7 @@ def _balance(targets: Any) -> dict[int, float]:
             f"class_weight='balanced' counts the labels of one array y, got y = {describe_nest(targets)}: pass other "
             "data with a dict of weights by class"
         )
-    labels = _to_labels(host_array(targets))
+    labels = _to_labels(to_host_tensor(targets))
     classes, counts = labels[labels >= 0].unique(return_counts=True)
     return dict(zip(classes.tolist(), (counts.sum() / (len(classes) * counts.double())).tolist(), strict=True))
 

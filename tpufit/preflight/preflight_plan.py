@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import optimizers
 from ..data import Stream, unpack
-from ..data.batches import as_tensors, count_rows
+from ..data.batches import count_rows
 from ..data.stream import make_stream
+from ..data.to_tensors import as_tensors
 from ..data.user_data import UserData
 from ..errors import ArgumentError, LabelError
 from ..losses import ClassWeight, find_targets

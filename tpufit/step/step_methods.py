@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .. import losses
 from ..backend import Sharding, turns
 from ..data import unpack
-from ..data.batches import as_tensors
+from ..data.to_tensors import as_tensors
 from ..errors import ArgumentError, BatchError, DataError, NotCompiledError
 from ..optimizers import drop_gradients, list_parameters
 from ..runtime import fetch, recomputing, replace_encoder, to_device, tracing

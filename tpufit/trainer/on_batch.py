@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ..backend import HOST, Cores, CoresArgument
-from ..data.batches import as_tensors
 from ..data.per_host import Share
+from ..data.to_tensors import as_tensors
 from ..hosts import collective
 from ..losses import ClassWeight
 from ..runtime import gather_rows

@@ -22,8 +22,8 @@ from ..backend import turns
 from ..callbacks.callback_list import CallbackList
 from ..data import Stream
 from ..data.inline_reader import BatchReader, InlineReader
-from ..data.loader_workers import raise_worker_deaths_in_reads
 from ..data.prefetch import PrefetchEndedError, Prefetcher
+from ..data.read_loader import raise_worker_deaths_in_reads
 from ..data.sampling import select_shard_rows
 from ..diagnostics.report import Pass
 from ..errors import join_few

@@ -47,7 +47,7 @@ Changes to the process, or to its end:
 | `trainer/interruption.py` | the handlers of SIGINT and SIGTERM, if they are the defaults | `fit` saves before it returns | the first signal, or the end of `fit` |
 | `utils/defer_interrupt.py` | the handler of SIGINT | half an import of torch_tpu can't be done again | the end of `defer_interrupt`; then the usual handler gets the signal |
 | `utils/files.py` | a fork handler | a child that outlives its parent mustn't keep the locks on the parent's folders | permanent, one per process |
-| `data/loader_workers.py` | PyTorch's handler of SIGCHLD; the garbage collector's generations; SIGINT is blocked in a worker | it raises in any running code; a worker mustn't touch the device's objects; the parent ends its workers | the end of a pass; the start of the workers; in the worker's own process |
+| `data/read_loader.py` | PyTorch's handler of SIGCHLD; the garbage collector's generations; SIGINT is blocked in a worker | it raises in any running code; a worker mustn't touch the device's objects; the parent ends its workers | the end of a pass; the start of the workers; in the worker's own process |
 | `data/prefetch.py` | an exit handler | threads that read must end before the device's | permanent, one per process |
 | `data/cache/maker.py` | PyTorch's number of threads | a sum's last digits depend on it | the end of `isolated` |
 | `data/cache/build.py` | SIGINT and the number of threads of a worker | the parent handles Ctrl-C | in the worker's own process |

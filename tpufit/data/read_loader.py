@@ -1,4 +1,4 @@
-"""Reading a `DataLoader`: its workers are forked safely, and named when they die or hang."""
+"""`read_loader`: reads a `DataLoader`. Its workers are forked safely, and named when they die or hang."""
 
 import gc
 import multiprocessing
@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from ..errors import DataError
 
 
-def read(loader: DataLoader[Any]) -> Iterator[Any]:
+def read_loader(loader: DataLoader[Any]) -> Iterator[Any]:
     """Read the batches of a loader, with workers or without.
 
     Raises:
