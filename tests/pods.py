@@ -34,7 +34,7 @@ def build() -> dict[str, str]:
 
 
 @dataclass
-class Ended:
+class HostResult:
     """A host's process that has ended.
 
     Attributes:
@@ -102,33 +102,33 @@ class Pod:
                             stdout=out,
                             stderr=err,
                             cwd=self.folder,
-                            env={**environment, "POD_HOST": str(host), **self._named(host)},
+                            env={**environment, "POD_HOST": str(host), **self._name_host(host)},
                         )
                     )
                 )
             yield processes
 
-    def _named(self, host: int) -> dict[str, str]:
-        """What names a host to TorchTPU."""
+    def _name_host(self, host: int) -> dict[str, str]:
+        """Return the environment variables by which TorchTPU knows a host."""
         names = {"RANK": host, "WORLD_SIZE": self.hosts, "LOCAL_RANK": host, "LOCAL_WORLD_SIZE": self.hosts}
         return {} if find_spec("torch_xla") else {name: str(number) for name, number in names.items()}
 
-    def ended(self, processes: list[subprocess.Popen[bytes]], timeout: float = 600) -> list[Ended]:
+    def wait_for_results(self, processes: list[subprocess.Popen[bytes]], timeout: float = 600) -> list[HostResult]:
         """Wait until all hosts have ended, or kill them after the timeout, in seconds."""
         deadline = time.monotonic() + timeout
-        ended_by_itself = [ends(process, lambda: deadline) for process in processes]
+        exited_by_itself = [ends(process, lambda: deadline) for process in processes]
         return [
-            Ended(
-                process.wait() if ended else None,
+            HostResult(
+                process.wait() if exited else None,
                 *((self.folder / f"{name}{host}").read_text(errors="replace") for name in ("out", "err")),
             )
-            for host, (process, ended) in enumerate(zip(processes, ended_by_itself, strict=True))
+            for host, (process, exited) in enumerate(zip(processes, exited_by_itself, strict=True))
         ]
 
-    def run(self, code: str, timeout: float = 600, **each: str) -> list[Ended]:
+    def run(self, code: str, timeout: float = 600, **each: str) -> list[HostResult]:
         """Run code on all hosts, and return each host's result."""
         with self.started(code, **each) as processes:
-            return self.ended(processes, timeout)
+            return self.wait_for_results(processes, timeout)
 
 
 @contextmanager

@@ -250,10 +250,10 @@ def test_the_mixing_share_has_a_beta_distribution(alpha):
 
 def test_errors_say_what_was_expected():
     for made, said in (
-        (lambda: RandomHorizontalFlip(2), "p must be from 0 to 1, got 2"),
+        (lambda: RandomHorizontalFlip(2), "p must be a share from 0 to 1, got 2"),
         (lambda: MixUp(5, alpha=3), "alpha must be above 0 and at most 2, got 3"),
         (lambda: MixUp(5)(torch.zeros(2, 3, 4, 4)), "the batch must be .images, labels."),
-        (lambda: RandomCrop(9)(torch.zeros(2, 3, 8, 8)), r"is larger than images of \(8, 8\)"),
+        (lambda: RandomCrop(9)(torch.zeros(2, 3, 8, 8)), r"is larger than images of \(8, 8\): pass a smaller size"),
         (lambda: RandomErasing()(torch.zeros(2, 8)), r"shape \(N, C, H, W\), got \(2, 8\)"),
     ):
         with pytest.raises(ArgumentError, match=said):

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from tpufit.checkup import table
+from tpufit.checkup import format_table
 from tpufit.checkup.checks import CHECKS
 from tpufit.checkup.facts import Facts, Pod, Process
 from tpufit.checkup.trial import ALL, Trial
@@ -102,7 +102,7 @@ def test_a_sound_machine_has_no_findings():
             "error",
             "missing: b. Their names can't be resolved",
         ),
-        ({"process": Process(pod=Pod(doing="process 1 is gone"))}, "hosts now", "ok", "process 1 is gone"),
+        ({"process": Process(pod=Pod(activity="process 1 is gone"))}, "hosts now", "ok", "process 1 is gone"),
         (
             {"environ": {"XRT_TPU_CONFIG": "localservice;0;localhost:51011"}},
             "environment",
@@ -121,8 +121,8 @@ def test_a_sound_machine_has_no_findings():
         ({"environ": {"PT_XLA_DEBUG": "1"}}, "environment", "warning", "every step slow"),
         ({"holders": {17: "python old.py"}}, "processes on the TPU", "error", "17 .python old.py.*doctor ends nothing"),
         ({"holders": {1: "python me.py"}}, "processes on the TPU", "ok", "this process"),
-        ({"process": Process(foreign=True)}, "this process", "warning", "xla_device"),
-        ({"process": Process(settled="8 cores (XLA:TPU)")}, "this process", "ok", "computes on 8 cores"),
+        ({"process": Process(imported_xla=True)}, "this process", "warning", "xla_device"),
+        ({"process": Process(cores="8 cores (XLA:TPU)")}, "this process", "ok", "computes on 8 cores"),
         ({"memory": {"RAM": 64 << 30, "the container (cgroup)": 1 << 30}}, "host memory", "error", "1 GiB by the cont"),
         ({"memory": {"RAM": 3 << 30}}, "host memory", "warning", "3 GiB by RAM"),
         ({"cpus": 2, "chips": (V3,) * 4}, "CPUs", "warning", "CachedDataset"),
@@ -158,7 +158,7 @@ def test_each_fault_has_its_row_and_its_cure(facts, name, status, says):
     assert [row.status for row in found] == [status]
     assert re.search(says, f"{found[0].found}\n{found[0].cure}", re.DOTALL), found
     assert bool(found[0].cure) == (status != "ok")
-    assert table(found).row_count == 1
+    assert format_table(found).row_count == 1
 
 
 def test_on_kaggle_fit_removes_stale_variables():

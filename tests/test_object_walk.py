@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tpufit.utils.python_state import facts
-from tpufit.utils.saved_attributes import Kept
+from tpufit.utils.python_state import list_values
+from tpufit.utils.saved_attributes import SavedAttributes
 
 
 class Counter:
@@ -30,23 +30,23 @@ def hooks(counters):
 
 
 def test_the_objects_of_several_partials_are_all_kept(counters, hooks):
-    kept = Kept({"hooks": hooks})
+    saved = SavedAttributes({"hooks": hooks})
     for counter in counters:
         counter.count(2)
-    assert kept.state_dict() == {f"hooks.hook{i}[0]": {"calls": 2} for i in range(3)}
+    assert saved.state_dict() == {f"hooks.hook{i}[0]": {"calls": 2} for i in range(3)}
 
 
 def test_the_values_of_several_partials_are_all_compared(counters, hooks):
-    before = facts({"hooks": hooks})
+    before = list_values({"hooks": hooks})
     counters[2].count(1)
-    changed = dict(set(facts({"hooks": hooks}).items()) - set(before.items()))
+    changed = dict(set(list_values({"hooks": hooks}).items()) - set(before.items()))
     assert changed == {"hooks.hook2[0].calls": 1}
 
 
 def test_an_object_is_visited_once_and_a_cycle_ends(counters):
     counter = counters[0]
     counter.itself, counter.twins = counter, [counter, counter]
-    assert [name for name in facts({"counter": counter}) if name.endswith("calls")] == ["counter.calls"]
+    assert [name for name in list_values({"counter": counter}) if name.endswith("calls")] == ["counter.calls"]
 
 
 class Counts(UserDict): ...
@@ -54,6 +54,6 @@ class Counts(UserDict): ...
 
 def test_a_users_own_mapping_is_kept_by_its_attributes():
     counts = Counts(epochs=0)
-    kept = Kept({"counts": counts})
+    saved = SavedAttributes({"counts": counts})
     counts["epochs"] += 1
-    assert kept.state_dict() == {"counts": {"data": {"dict": ["epochs", 1]}}}
+    assert saved.state_dict() == {"counts": {"data": {"dict": ["epochs", 1]}}}

@@ -69,7 +69,7 @@ def test_a_dead_host_ends_the_others_and_a_restart_resumes(tmp_path, whole, host
     with pod.started(TRAIN) as processes:
         wait_until(lambda: steps_of(tmp_path, host) == 7)
         processes[host].send_signal(signal.Signals[name])
-        ended = pod.ended([processes[1 - host]])
+        ended = pod.wait_for_results([processes[1 - host]])
     other = ended[0] if host == 1 else None
     err = (tmp_path / f"err{1 - host}").read_text()
     assert processes[1 - host].returncode in (1, 75), err
@@ -96,7 +96,7 @@ def test_killed_at_four_random_moments(tmp_path, whole, hosts, seed):
             time.sleep(draw.random() * 0.1)
             processes[host].kill()
             others = [process for process in processes if process is not processes[host]]
-            pod.ended(others)
+            pod.wait_for_results(others)
         assert all(process.returncode in (0, 1, 75) for process in others)  # 0: it was complete
     ended = Pod(hosts, 4 // hosts, tmp_path).run(TRAIN)
     assert [one.code for one in ended] == [0] * hosts, said(ended)
@@ -110,7 +110,7 @@ def test_a_restart_with_half_of_the_hosts(tmp_path, hosts):
     with pod.started(TRAIN) as processes:
         wait_until(lambda: steps_of(tmp_path, 1) == 7 and (tmp_path / "run" / "step-0000000006").exists())
         processes[1].kill()
-        pod.ended([processes[0], *processes[2:]])
+        pod.wait_for_results([processes[0], *processes[2:]])
     assert "process 1 " in (tmp_path / "err0").read_text()
     ended = Pod(hosts // 2, 4 // hosts, tmp_path).run(TRAIN)
     assert all(one.code == 0 for one in ended), said(ended)

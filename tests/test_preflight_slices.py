@@ -140,6 +140,6 @@ def test_the_clock_fits_the_peak(name, units, side):
         (8, "Write a generation and a number."),
     ],
 )
-def test_an_unknown_name(name, said):
+def test_an_unknown_name_is_an_error_with_suggestions(name, said):
     with pytest.raises(UnknownNameError, match=said):
         slice_of(name)

@@ -244,8 +244,8 @@ def a_function(x, factor=2):
 LEVEL = 3
 
 
-def facts(value):
-    return python_state.facts({"it": value})
+def values_of(value):
+    return python_state.list_values({"it": value})
 
 
 def drawn_from(generator):
@@ -295,14 +295,14 @@ def drawn_from(generator):
     ids=lambda value: type(value).__name__,
 )
 def test_facts_differ_if_values_differ(one, other):
-    assert facts(one) != facts(other)
-    assert facts(one) == facts(one)  # inspecting changes nothing
-    hash(tuple(facts(one).items()))
+    assert values_of(one) != values_of(other)
+    assert values_of(one) == values_of(one)  # inspecting changes nothing
+    hash(tuple(values_of(one).items()))
 
 
 def test_facts_of_locks_and_the_like_are_none():
     for value in (threading.Lock(), memoryview, object(), weakref.ref(Schedule)):
-        assert facts(value) == {}
+        assert values_of(value) == {}
 
 
 def test_facts_of_equal_native_values_are_equal():
@@ -312,25 +312,25 @@ def test_facts_of_equal_native_values_are_equal():
         lambda: bytearray(b"a"),
         lambda: slice(Schedule(), Schedule()),
     ):
-        assert facts(make()) == facts(make()) != {}
+        assert values_of(make()) == values_of(make()) != {}
 
 
 def test_facts_of_a_whole_data_set_are_few():
-    assert len(facts([[[i] * 99 for i in range(99)] for _ in range(99)])) == 10_000
+    assert len(values_of([[[i] * 99 for i in range(99)] for _ in range(99)])) == 10_000
 
 
 def test_facts_of_functions_and_classes_are_their_globals(monkeypatch):
     name = f"{__name__}.LEVEL"
     users = type("Users", (), {"method": a_function})
-    assert facts(a_function)[name] == facts(users())[name] == 3
+    assert values_of(a_function)[name] == values_of(users())[name] == 3
     monkeypatch.setitem(globals(), "LEVEL", 4)
-    assert facts(a_function)[name] == facts(users())[name] == 4
+    assert values_of(a_function)[name] == values_of(users())[name] == 4
     function = torch.nn.functional.cross_entropy
     assert (
-        facts(function) == {"it": function.__code__} and facts(nn.Linear) == {}
+        values_of(function) == {"it": function.__code__} and values_of(nn.Linear) == {}
     )  # a library's own globals are ignored
 
 
 def test_a_users_module_named_like_a_library():
     for module, seen in (("torch_utils", True), ("torch.nn.modules.linear", False), ("torchmetrics.mean", False)):
-        assert bool(python_state.facts({"it": type("Own", (), {"__module__": module, "scale": 2})})) == seen
+        assert bool(python_state.list_values({"it": type("Own", (), {"__module__": module, "scale": 2})})) == seen

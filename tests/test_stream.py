@@ -180,7 +180,7 @@ def test_the_pass_after_a_position_has_a_new_order(steps):
 
 
 def test_a_position_in_other_data_is_refused():
-    with pytest.raises(DataError, match="no state_dict"):
+    with pytest.raises(DataError, match="these data have none: pass the same data, or resume='next_epoch'"):
         stream(np.arange(3)).load_state_dict({"own": {"next": 1}})
 
 

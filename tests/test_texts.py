@@ -107,7 +107,7 @@ def test_a_file_of_tokens(tmp_path):
         x, y = TokenFile(tmp_path / name, 100, shift=True)[8]
         assert x.tolist() == tokens[800:900].tolist() and y.tolist() == tokens[801:901].tolist()
         assert len(TokenFile(tmp_path / name, 100, shift=True)) == 9  # nothing follows the last token
-    with pytest.raises(DataError, match="no multiple of uint16's size"):
+    with pytest.raises(DataError, match="isn't a multiple of uint16's 2: pass the file's dtype"):
         (tmp_path / "odd.bin").write_bytes(b"abc")
         TokenFile(tmp_path / "odd.bin", 2)
     with pytest.raises(DataError, match="1,?000 tokens, too few for a row of 2000"):
@@ -346,6 +346,6 @@ def test_a_token_beyond_the_embeddings_is_refused_as_it_is_read(cores, tmp_path,
 def test_the_largest_token_of_a_dtype_may_be_one_too_many(tmp_path):
     path = tmp_path / "tokens.bin"
     np.array([3, 255, 4, 5, 6, 7, 8, 9], dtype=np.uint8).tofile(path)
-    TokenFile(path, 3, dtype=np.uint8).require_known(256, "a net of 256 words")
+    TokenFile(path, 3, dtype=np.uint8).require_vocabulary(256, "a net of 256 words")
     with pytest.raises(DataError, match="255"):
-        TokenFile(path, 3, dtype=np.uint8).require_known(255, "a net of 255 words")
+        TokenFile(path, 3, dtype=np.uint8).require_vocabulary(255, "a net of 255 words")

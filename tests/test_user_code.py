@@ -14,7 +14,7 @@ from torch import nn
 import tpufit
 from tpufit.backend.device_turns import Turns
 from tpufit.runtime.thread_guard import guarding
-from tpufit.utils.user_code import find_line_of_thread, is_users, raising_line, users_line, warn
+from tpufit.utils.user_code import belongs_to_user, find_line_of_thread, find_raising_line, find_user_line, warn
 
 
 def here():
@@ -72,11 +72,11 @@ def test_the_users_line_of_an_error_or_its_cause():
     with pytest.raises(RuntimeError) as caught:
         wrong()
     first = wrong.__code__.co_firstlineno
-    assert raising_line(caught.value) == f"test_user_code.py:{first + 1}"
+    assert find_raising_line(caught.value) == f"test_user_code.py:{first + 1}"
     translated = ValueError("as a user reads it")
     translated.__cause__ = caught.value
-    assert raising_line(translated) == f"test_user_code.py:{first + 1}"
-    assert raising_line(ValueError("never raised")) == ""
+    assert find_raising_line(translated) == f"test_user_code.py:{first + 1}"
+    assert find_raising_line(ValueError("never raised")) == ""
 
 
 def test_a_repeated_warning_is_shown_once_a_line(recwarn):
@@ -89,8 +89,8 @@ def test_a_repeated_warning_is_shown_once_a_line(recwarn):
 
 
 def test_the_users_line_is_not_that_of_a_library():
-    assert users_line() == f"test_user_code.py:{here()}"
-    assert sorted([0], key=lambda _: users_line()) and re.match(r"test_user_code.py:\d+", users_line())
+    assert find_user_line() == f"test_user_code.py:{here()}"
+    assert sorted([0], key=lambda _: find_user_line()) and re.match(r"test_user_code.py:\d+", find_user_line())
 
 
 @pytest.mark.cores(1, 8)
@@ -113,5 +113,5 @@ def test_a_step_that_cant_be_replayed_is_shown_at_fit(cores):
 
 @pytest.mark.parametrize("folder", ["lib/python3.12/site-packages", "usr/local/lib/python3.12/dist-packages"])
 def test_code_of_installed_packages_is_not_the_users(folder):
-    assert not is_users(f"/{folder}/torch/nn/modules/module.py")
-    assert is_users("/content/train.py")
+    assert not belongs_to_user(f"/{folder}/torch/nn/modules/module.py")
+    assert belongs_to_user("/content/train.py")

@@ -161,9 +161,9 @@ def step(loss_of: Callable[..., Any], weights: Any, means: Any, squares: Any, x:
 
 
 def cycles(program: str) -> int:
-    """The estimated cycles of a program, those of a loop's body as often as it turns."""
-    turns = Loops(program).turns
-    return sum(one.cycles * turns.get(one.computation, 1) for one, _ in operations(program))
+    """The estimated cycles of a program, those of a loop's body as often as it runs."""
+    run_counts = Loops(program).run_counts
+    return sum(one.cycles * run_counts.get(one.computation, 1) for one, _ in operations(program))
 
 
 def compiled(net: Net) -> dict[str, float]:

@@ -83,7 +83,7 @@ def steps() -> dict[str, Any]:
 def figures(program: Any) -> dict[str, Any]:
     between: dict[str, Counter[str]] = {}
     for one in program.collectives:
-        between.setdefault(one.kind + one.said_of, Counter()).update(count=one.count, bytes=one.nbytes)
+        between.setdefault(one.kind + one.content_phrase, Counter()).update(count=one.count, bytes=one.nbytes)
     return {
         "fits": program.fits,
         "cycles": program.cost.cycles,

@@ -14,8 +14,8 @@ from ..errors import join_few
 from ..metrics import is_collection, is_metric
 from ..step import MODEL_ATTRIBUTES, Engine, named_tensors
 from ..utils.json_codec import is_json
-from ..utils.saved_attributes import ItemsExcept, Kept
-from ..utils.user_code import is_users_module, warn
+from ..utils.saved_attributes import ItemsExcept, SavedAttributes
+from ..utils.user_code import is_user_module, warn
 
 # The attributes of `Callback` itself.
 _CALLBACKS = {"model", "params", "checkpoints"}
@@ -54,13 +54,13 @@ class UserObjects:
         for stream in self._streams:
             stream.track_objects()
         self._names = set(named_tensors(model.module))
-        self._kept = Kept({**roots, **dict(_collect_callbacks(callbacks))}, leave=[model, engine])
+        self._attributes = SavedAttributes({**roots, **dict(_collect_callbacks(callbacks))}, skip=[model, engine])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the changed values, as JSON values; warn once for each name about values that can't be saved."""
-        self._kept.refresh()
+        self._attributes.refresh()
         every = [
-            *self._kept.list_unsaved(),
+            *self._attributes.list_unsaved(),
             *_list_lost_optimizer_values(self._engine.state.named_optimizers()),
             *(name for stream in self._streams for name in stream.list_lost_values()),
         ]
@@ -75,11 +75,11 @@ class UserObjects:
                 f"the module has created {join_few(made)} in its steps, so a new module, which lacks it, can't resume "
                 "from the checkpoints: register it in __init__, or run the module once before fit"
             )
-        return self._kept.state_dict()
+        return self._attributes.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the changed values."""
-        homeless = self._kept.load_state_dict(state)
+        homeless = self._attributes.load_state_dict(state)
         if homeless:
             warn(f"the checkpoint has values of objects that no longer exist: {join_few(homeless)}")
 
@@ -113,7 +113,7 @@ def _collect_callbacks(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
         if _has_state(callback):
             continue
         attributes = getattr(callback, "__dict__", None)
-        if not is_users_module(kind.__module__):
+        if not is_user_module(kind.__module__):
             functions = (types.FunctionType, types.MethodType, partial)
             yield from ((f"{name}.{k}", v) for k, v in (attributes or {}).items() if isinstance(v, functions))
         else:
@@ -124,5 +124,5 @@ def _has_state(callback: Any) -> bool:
     """True if a callback's class has a `state_dict`; for a user's class, one that isn't inherited from tpufit."""
     kind = type(callback)
     method: Callable[..., Any] | None = getattr(kind, "state_dict", None)
-    ours = _BASE if not is_users_module(kind.__module__) else _TPUFITS_CALLBACKS
+    ours = _BASE if not is_user_module(kind.__module__) else _TPUFITS_CALLBACKS
     return method is not None and not method.__module__.startswith(ours)

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .checks import CHECKS, Row
-from .facts import collect
+from .facts import collect_facts
 
 
 def doctor(train: bool = True, timeout: float = 300.0) -> list[Row]:
@@ -37,17 +37,17 @@ def doctor(train: bool = True, timeout: float = 300.0) -> list[Row]:
         >>> rows[0].name, rows[0].status
         ('Python', 'ok')
     """
-    facts = collect(train, timeout)
+    facts = collect_facts(train, timeout)
     rows = [row for check in CHECKS for row in check(facts)]
-    Console(width=None if Console().is_terminal else 120).print(table(rows))
+    Console(width=None if Console().is_terminal else 120).print(format_table(rows))
     return rows
 
 
-def table(rows: Iterable[Row]) -> Table:
+def format_table(rows: Iterable[Row]) -> Table:
     """Format the rows as a rich table."""
-    shown = Table("", "check", "what there is, and what to do", box=None, header_style="bold")
+    table = Table("", "check", "what there is, and what to do", box=None, header_style="bold")
     for row in rows:
         colour = {"ok": "green", "warning": "yellow", "error": "red"}[row.status]
         cure = f"\n-> {row.cure}" if row.cure else ""
-        shown.add_row(f"[{colour}]{row.status}[/]", row.name, escape(row.found + cure))
-    return shown
+        table.add_row(f"[{colour}]{row.status}[/]", row.name, escape(row.found + cure))
+    return table

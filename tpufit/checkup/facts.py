@@ -1,4 +1,4 @@
-"""`collect`: gathers facts about this machine, without judging them or starting the runtime in this process."""
+"""`collect_facts`: gathers facts about this machine, without judging them or starting the runtime in this process."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..utils import hardware, releases
-from .trial import ALL, Trial, run
+from .trial import ALL, Trial, run_trial
 
 _PACKAGES = ("torch", *releases.RUNTIMES, "tensorflow", "tensorflow-cpu", *releases.COMPILER)
 
@@ -19,7 +19,7 @@ class Pod:
 
     names: tuple[str, ...] = ()  # empty if there is no pod, or the environment doesn't have them
     missing: tuple[str, ...] = ()  # hosts whose names can't be resolved
-    doing: str = ""  # what each is doing, or which are gone; "" before they are connected
+    activity: str = ""  # what each is doing, or which are gone; "" before they are connected
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Process:
     """This process."""
 
     pid: int = 1
-    settled: str = ""  # its cores as text, or "" if they aren't chosen yet
-    foreign: bool = False  # torch_xla was imported in it before tpufit needed it
+    cores: str = ""  # its cores as text, or "" if they aren't chosen yet
+    imported_xla: bool = False  # torch_xla was imported in it before tpufit needed it
     pod: Pod = Pod()  # the pod that it belongs to
 
 
@@ -53,7 +53,7 @@ class Facts:
     trials: tuple[Trial, ...] = ()  # the results of the trainings
 
 
-def collect(train: bool, timeout: float) -> Facts:
+def collect_facts(train: bool, timeout: float) -> Facts:
     """Gather facts about this machine; each training may take `timeout` seconds."""
     # Importing the runtime would import torch, which may be the fault.
     runtime = sys.modules.get("tpufit.runtime")
@@ -61,7 +61,7 @@ def collect(train: bool, timeout: float) -> Facts:
     cores = runtime.get_settled_cores() if runtime else None
     hosts = tuple(name for name in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name)
     missing = tuple(name for name in hosts if not _is_resolvable(name)) if len(hosts) > 1 else ()
-    # On a pod, a training that not all hosts begin would wait for ever.
+    # On a pod, a training that not all hosts begin would wait forever.
     train = train and cores is None and len(hosts) < 2
     gpus = hardware.gpus()
     # Without a TPU, TorchTPU's cores are processes of a plugin: a trial on eight says nothing about this machine.
@@ -85,7 +85,7 @@ def collect(train: bool, timeout: float) -> Facts:
         memory=hardware.memory(),
         cpus=hardware.cpus(),
         disk=shutil.disk_usage(os.getcwd()).free,
-        trials=tuple(run(count, timeout) for count in counts) if train else (),
+        trials=tuple(run_trial(count, timeout) for count in counts) if train else (),
     )
 
 

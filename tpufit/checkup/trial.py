@@ -22,7 +22,7 @@ class Trial:
     status: int | None = 0  # its exit status; below 0 the signal that ended it; None if it was still running
 
 
-def run(cores: int, timeout: float) -> Trial:
+def run_trial(cores: int, timeout: float) -> Trial:
     """Train in another process, on a number of cores (0 for all), for at most `timeout` seconds."""
     ended = children.run(["-m", f"{__package__}.training", str(cores)], "training", timeout, clock=False)
     if ended.status is None:

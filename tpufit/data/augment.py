@@ -52,7 +52,7 @@ class _RandomFlip(Augmentation):
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
-        self.p = require_number("p", p, "from 0 to 1", lambda share: 0 <= share <= 1)
+        self.p = require_number("p", p, "a share from 0 to 1", lambda share: 0 <= share <= 1)
 
     def images(self, x: Tensor) -> Tensor:
         """Mirror some of the images."""
@@ -65,6 +65,12 @@ class RandomHorizontalFlip(_RandomFlip):
     Args:
         p: The share of images (default 0.5).
 
+    Raises:
+        ArgumentError: `p` isn't from 0 to 1.
+
+    Example:
+        >>> RandomHorizontalFlip(p=1.0)(torch.arange(2.0).view(1, 1, 1, 2)).flatten().tolist()
+        [1.0, 0.0]
     Source: `torchvision.transforms.v2.RandomHorizontalFlip`.
     """
 
@@ -77,6 +83,12 @@ class RandomVerticalFlip(_RandomFlip):
     Args:
         p: The share of images (default 0.5).
 
+    Raises:
+        ArgumentError: `p` isn't from 0 to 1.
+
+    Example:
+        >>> RandomVerticalFlip(p=1.0)(torch.arange(2.0).view(1, 1, 2, 1)).flatten().tolist()
+        [1.0, 0.0]
     Source: `torchvision.transforms.v2.RandomVerticalFlip`.
     """
 
@@ -90,6 +102,8 @@ class RandomCrop(Augmentation):
         size: The crop's height and width, or one number for both.
         padding: The black pixels to add on each side first (default 0).
 
+    Raises:
+        ArgumentError: In the step, if the images are smaller than the crop.
     Example:
         >>> RandomCrop(4, padding=2)(torch.zeros(5, 3, 4, 4)).shape
         torch.Size([5, 3, 4, 4])
@@ -107,7 +121,10 @@ class RandomCrop(Augmentation):
         padded = F.pad(x, [self.padding] * 4)
         height, width = self.size
         if height > padded.shape[-2] or width > padded.shape[-1]:
-            raise ArgumentError(f"RandomCrop({self.size}) is larger than images of {tuple(x.shape[-2:])}")
+            raise ArgumentError(
+                f"RandomCrop({self.size}) is larger than images of {tuple(x.shape[-2:])}: pass a smaller size, or "
+                "padding"
+            )
         for axis, length in ((-2, height), (-1, width)):
             first = (torch.rand(len(x), device=x.device) * (padded.shape[axis] - length + 1)).floor().long()
             where = first[:, None] + torch.arange(length, device=x.device)
@@ -249,6 +266,8 @@ class RandomErasing(Augmentation):
         scale: The smallest and the largest share of the area (default `(0.02, 0.33)`).
         ratio: The narrowest and the widest height over width (default `(0.3, 3.3)`).
 
+    Raises:
+        ArgumentError: `p` isn't from 0 to 1.
     Example:
         >>> bool((RandomErasing(p=1.0)(torch.ones(5, 3, 8, 8)) == 0).any())
         True
@@ -260,7 +279,7 @@ class RandomErasing(Augmentation):
         self, p: float = 0.5, scale: tuple[float, float] = (0.02, 0.33), ratio: tuple[float, float] = (0.3, 3.3)
     ) -> None:
         super().__init__()
-        self.p = require_number("p", p, "from 0 to 1", lambda share: 0 <= share <= 1)
+        self.p = require_number("p", p, "a share from 0 to 1", lambda share: 0 <= share <= 1)
         self.scale = scale
         self.ratio = ratio
 

@@ -1,6 +1,7 @@
 """`Joiner`: joins an iterable's batches, one per core, into one batch for all cores.
 
-So an iterable may yield a core's batches, as a `DataLoader` does, also with lists of boxes or with graphs.
+An iterable may therefore yield batches for one core each, as a `DataLoader` does, including lists (such as boxes) and
+graphs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ..errors import BatchError, DataError
 from ..utils.user_code import warn
-from .batches import fields, is_row_of_parts, list_tensors, require_dense
+from .batches import fields, has_parts, list_tensors, require_dense
 from .to_tensors import as_tensors
 
 # The parts of several batches at the same position in the nest, which differ in their rows only.
@@ -41,7 +42,7 @@ class Joiner:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._looked = False
+        self._checked_first = False
 
     def __call__(self, batches: Sequence[Any]) -> Any:
         """Join some batches.
@@ -54,10 +55,10 @@ class Joiner:
         joined = _Joined(parts)
         if _are_samples(parts):
             return [sample for part in parts for sample in part]
-        whole = joined.of(parts, top=True)
+        whole = joined.join(parts, top=True)
         uneven = self._check_rows(parts, joined)
-        if not self._looked:  # once, because it reads values
-            self._looked = True
+        if not self._checked_first:  # once, because it reads values
+            self._checked_first = True
             self._warn_of_positions(joined, uneven)
         return whole
 
@@ -84,7 +85,7 @@ class Joiner:
         else:
             return
         warn(
-            f"{self._name} gives a batch for each core, which are joined row by row, but {why} then all point into "
+            f"{self._name} gives one batch per core; these are joined row by row, but {why} then all point into "
             f"the first batch. If you have such numbers, {_CURE}"
         )
 
@@ -103,18 +104,25 @@ class _Joined:
         rows = lists if self._in_lists else [_count_rows(part) for part in parts]
         self._rows = None if None in rows else rows
 
-    def of(self, column: Column, top: bool = False) -> Any:
+    def join(self, column: Column, top: bool = False) -> Any:
+        """Join the parts at one position of several batches, or at the `top` the batches themselves."""
         first = column[0]
         if any(type(part) is not type(first) for part in column):
             kinds = [type(part).__name__ for part in column]
-            raise DataError(f"batches must all be of one structure, got {kinds} in one place")
+            raise DataError(
+                f"all batches must have the same structure, got {kinds} at the same position: let the data yield one "
+                "structure"
+            )
         if isinstance(first, Tensor):
-            return self._tensor(column)
+            return self._join_tensors(column)
         if isinstance(first, dict):
             if any(part.keys() != first.keys() for part in column):
                 keys = [[*part] for part in column]
-                raise DataError(f"batches must all have the same keys, got {keys} at the same position")
-            return type(first)((key, self.of([part[key] for part in column])) for key in first)
+                raise DataError(
+                    f"all batches must have the same keys, got {keys} at the same position: let the data yield the "
+                    "same keys"
+                )
+            return type(first)((key, self.join([part[key] for part in column])) for key in first)
         if isinstance(first, np.ndarray):  # of text
             return np.concatenate(column)
         if not isinstance(first, (tuple, list)):
@@ -123,17 +131,17 @@ class _Joined:
             return type(first)(item for part in column for item in part)
         if any(len(part) != len(first) for part in column):
             raise DataError(
-                f"batches must all have one structure, got {type(first).__name__}s of {[*map(len, column)]} items at "
-                "the same position"
+                f"all batches must have the same structure, got {type(first).__name__}s of {[*map(len, column)]} items "
+                "at the same position: let the data yield one structure"
             )
         columns: list[Any] = []
         for i, parts in enumerate(zip(*column, strict=True)):
             if top and i == 1 and self.counts and len(first) <= 3:
                 self.split = len(self.counts)
-            columns.append(self.of(parts))
+            columns.append(self.join(parts))
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
 
-    def _tensor(self, column: Sequence[Tensor]) -> Tensor:
+    def _join_tensors(self, column: Sequence[Tensor]) -> Tensor:
         require_dense(column)
         first = column[0]
         if not first.dim():
@@ -172,7 +180,7 @@ class _Joined:
 
 def _count_rows(part: Any) -> int | None:
     """Return a batch's number of rows by its tensors outside tuples and lists; None if there are none."""
-    for item in part if is_row_of_parts(part) else (part,):
+    for item in part if has_parts(part) else (part,):
         for leaf in tree_leaves(item, is_leaf=_is_sequence):
             if isinstance(leaf, Tensor) and leaf.dim():
                 return len(leaf)
@@ -181,7 +189,7 @@ def _count_rows(part: Any) -> int | None:
 
 def _count_rows_in_lists(part: Any) -> int | None:
     """Return a batch's number of rows if each part is a list of rows, as `zip(*samples)` makes them, else None."""
-    items = part if is_row_of_parts(part) else (part,)
+    items = part if has_parts(part) else (part,)
     if len(items) < 2 or not all(_is_sequence(item) and _are_alike(item) for item in items):
         return None
     lengths = {len(item) for item in items}
@@ -205,11 +213,11 @@ def _are_samples(parts: Sequence[Any]) -> bool:
 def _are_alike(items: Sequence[Any]) -> bool:
     """True for items of one structure, whose tensors have the same dtypes and numbers of dimensions."""
 
-    def form(item: Any) -> Any:
+    def structure(item: Any) -> Any:
         leaves, spec = tree_flatten(item)
         return spec, [(leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
 
-    return bool(items) and all(form(item) == form(items[0]) for item in items)
+    return bool(items) and all(structure(item) == structure(items[0]) for item in items)
 
 
 def _are_positions(column: Sequence[Tensor], in_order: bool) -> bool:

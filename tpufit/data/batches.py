@@ -31,7 +31,7 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 
     Source: `keras.utils.unpack_x_y_sample_weight`.
     """
-    if not is_row_of_parts(batch):
+    if not has_parts(batch):
         return batch, None, None
     if not 1 <= len(batch) <= 3:
         raise DataError(
@@ -42,8 +42,8 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
     return x, y, sample_weight
 
 
-def is_row_of_parts(batch: Any) -> bool:
-    """True for a tuple, a named tuple or a list, whose items are x, y and sample_weight."""
+def has_parts(batch: Any) -> bool:
+    """True for a batch with parts, x, y and sample_weight: a tuple, a named tuple or a list."""
     return isinstance(batch, tuple) or type(batch) is list
 
 
@@ -121,7 +121,7 @@ def select_rows(tensor: Tensor, rows: slice | np.ndarray[Any, Any]) -> Tensor:
 def fields(batch: Any) -> dict[str, Any]:
     """Return a batch's parts by name: x, y and sample_weight if the batch is a tuple of them, else the batch."""
     parts = ("x", "y", "sample_weight")
-    usual = is_row_of_parts(batch) and 1 <= len(batch) <= len(parts)
+    usual = has_parts(batch) and 1 <= len(batch) <= len(parts)
     return dict(zip(parts, batch, strict=False)) if usual else {"batch": batch}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import join_few
 from ..utils.random import RNGState
-from ..utils.saved_attributes import Kept
+from ..utils.saved_attributes import SavedAttributes
 from ..utils.user_code import warn
 from .per_host import map_batch
 from .sources import Source
@@ -30,7 +30,9 @@ class Position:
     own: dict[str, Any] | None = None  # the data's `state_dict`, if they have one
     begun: RNGState | None = None  # the random state when the pass began, if recorded
     draws: RNGState | None = None  # the random state at this position, if recorded
-    kept_begun: dict[str, Any] | None = None  # the state of the data's objects when the pass began, see `Kept`
+    kept_begun: dict[str, Any] | None = (
+        None  # the state of the data's objects when the pass began, see `SavedAttributes`
+    )
     kept: dict[str, Any] | None = None  # the state of the data's objects at this position
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,7 +64,7 @@ class PositionLog:
     def __init__(self, source: Source) -> None:
         self.resumed: Position | None = None  # where the next epoch begins, after a resumption
         self.passes = 0  # the number of complete passes
-        self.kept: Kept | None = None  # the state of the data's objects, if it is recorded
+        self.attributes: SavedAttributes | None = None  # the state of the data's objects, if it is recorded
         self._source = source
         self._draws_at_begin: RNGState | None = None  # the random state when the pass began
         self._kept_begun: dict[str, Any] | None = None
@@ -111,12 +113,12 @@ class PositionLog:
 
     def current_state(self) -> dict[str, Any] | None:
         """Return the current state of the data's objects; None if it isn't recorded."""
-        return None if self.kept is None else self.kept.state_dict()
+        return None if self.attributes is None else self.attributes.state_dict()
 
     def restore_objects(self, state: dict[str, Any] | None) -> None:
         """Restore the state of the data's objects, if it was recorded."""
-        if state is not None and self.kept is not None and (homeless := self.kept.load_state_dict(state)):
-            warn(f"the checkpoint has values for objects that the data no longer have: {join_few(homeless)}")
+        if state is not None and self.attributes is not None and (missing := self.attributes.load_state_dict(state)):
+            warn(f"the checkpoint has values for objects that the data no longer have: {join_few(missing)}")
 
     def restore(self, begin: Position) -> None:
         """Restore the state at a position, after the batches before it are skipped, or if no more are read."""

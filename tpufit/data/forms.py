@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import DataError, join_few, say_count
 from ..utils.random import RNGState
-from .batches import fields, is_row_of_parts, list_tensors
+from .batches import fields, has_parts, list_tensors
 from .to_tensors import as_tensors, holds_numbers, is_leaf, to_host_tensor
 
 # The keys of the targets in a data set's dicts.
@@ -25,7 +25,7 @@ def is_arrays(x: Any, y: Any = None) -> bool:
         return True
     if not isinstance(x, list):
         return False
-    return y is not None or holds_numbers(x, rows=list) or (bool(x) and all(_is_array(item) for item in x))
+    return y is not None or holds_numbers(x, row_types=list) or (bool(x) and all(_is_array(item) for item in x))
 
 
 def is_map_style(data: Any) -> bool:
@@ -100,7 +100,7 @@ def is_sample(item: Any) -> bool:
     if leaves and not any(leaf.dim() for leaf in leaves):
         return True
     if targets and not any(target.dim() for target in targets):
-        unstacked = is_row_of_parts(x) and is_row_of_parts(y) and len(x) == len(y) > 1
+        unstacked = has_parts(x) and has_parts(y) and len(x) == len(y) > 1
         return not unstacked
     if isinstance(x, Mapping) and isinstance(x.get("input_ids"), Tensor):
         return bool(x["input_ids"].dim() == 1)
@@ -117,7 +117,7 @@ def require_batch(item: Any, data: Any, name: str) -> None:
     if not is_sample(item):
         return
     item = as_tensors(item)
-    shapes = list_tensors(fields(item) if is_row_of_parts(item) else {"x": item})
+    shapes = list_tensors(fields(item) if has_parts(item) else {"x": item})
     if isinstance(data, DataLoader):
         cure = "The DataLoader has batch_size=None: give it a batch_size"
     else:

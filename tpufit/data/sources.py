@@ -87,7 +87,7 @@ class Source(ABC):
         return None
 
     @abstractmethod
-    def form(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the numbers that an offset depends on: offsets are invalid in data with other numbers."""
 
     def batches_before(self, offset: int) -> int:
@@ -124,7 +124,10 @@ class Source(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the data's own `state_dict`; the next pass begins there."""
-        raise DataError("this is a position in other data: these data have no state_dict")
+        raise DataError(
+            "the checkpoint has a position of data with a state_dict, but these data have none: pass the same data, or "
+            "resume='next_epoch'"
+        )
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class _Rows(Source):
         self.plan = plan
         self.batch_size = plan.batch_size
         self.stride = plan.rows
-        self._form: Any = None  # a batch without rows, for a short last batch of which this host has no rows
+        self._empty_batch: Any = None  # for a short last batch of which this host has no rows
 
     @abstractmethod
     def take(self, rows: Rows, index: int) -> Any:
@@ -172,7 +175,7 @@ class _Rows(Source):
     def sizes(self) -> tuple[int, int] | None:
         return _compute_sizes(self.length, self.plan.rows)
 
-    def form(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         return {"rows": self.length, "batch_size": self.plan.batch_size, "shuffle": self.plan.shuffle}
 
     def batches(self, index: int, start: int = 0, skipped: Hook = _do_nothing) -> Batches:
@@ -198,11 +201,11 @@ class _Rows(Source):
     ) -> LocalBatch:
         """Read this host's rows of a batch."""
         mine = share.rows(end - first) + first
-        if len(mine) or self._form is None:
+        if len(mine) or self._empty_batch is None:
             read = mine if len(mine) else np.array([first])
             batch = self.take(read if shuffled is None else shuffled[read], index)
-            self._form = drop_rows(batch) if self._form is None else self._form
-        return LocalBatch(batch if len(mine) else self._form, end - first)
+            self._empty_batch = drop_rows(batch) if self._empty_batch is None else self._empty_batch
+        return LocalBatch(batch if len(mine) else self._empty_batch, end - first)
 
 
 class Arrays(_Rows):
@@ -258,9 +261,12 @@ class Samples(_Rows):
         try:
             return default_collate(samples)
         except RuntimeError as error:  # PyTorch's message doesn't name the field
-            raise DataError(_explain_unequal_samples(samples, self.plan.name)) from error
+            raise DataError(_explain_unequal_samples(samples, self.plan.name, error)) from error
         except TypeError as error:
-            raise DataError(f"the rows of {self.plan.name} can't be collated into a batch: {error}") from error
+            raise DataError(
+                f"the rows of {self.plan.name} can't be collated into a batch: {error}. Pass a DataLoader with a "
+                "collate_fn for these rows"
+            ) from error
 
     def _sample(self, i: int) -> Any:
         try:
@@ -320,7 +326,7 @@ class Loader(Source):
         if not self.loader.num_workers:
             return next(read_loader(self.loader))
         one = {"num_workers": 1, "persistent_workers": False}  # each worker costs the start of a process
-        # Only this batch: a worker that reads ahead may die while it is being ended, which PyTorch prints.
+        # Only this batch: a worker that is reading ahead may die while it is shut down, and PyTorch would print that.
         return next(read_loader(_rebuild(self.loader, list(islice(batches, 1)), **one)))
 
     def sizes(self) -> tuple[int, int] | None:
@@ -353,7 +359,7 @@ class Loader(Source):
         else:
             warn(f"the loader had {before} workers, and has {now} now: their random numbers and counters restart")
 
-    def form(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         return {"batches": _length(self.loader), "batch_size": self.batch_size}
 
     def batches(self, index: int, start: int = 0, skipped: Hook = _do_nothing) -> Batches:
@@ -363,9 +369,9 @@ class Loader(Source):
         loader = self._joined
         rows = self._batches.rows
         if start:
-            rest = _JoinedBatches(self.loader.batch_sampler, self.stride, self._share, start, skipped)
-            loader = _rebuild(self.loader, rest)
-            rows = rest.rows
+            remaining = _JoinedBatches(self.loader.batch_sampler, self.stride, self._share, start, skipped)
+            loader = _rebuild(self.loader, remaining)
+            rows = remaining.rows
         rows.clear()  # an abandoned pass has read ahead
         for number, batch in enumerate(read_loader(loader), 1):
             yield (
@@ -375,17 +381,20 @@ class Loader(Source):
 
     def _batches_of_workers(self, workers: WorkerStates, start: int, skipped: Hook) -> Batches:
         """Yield the batches of a pass by workers that report their states."""
-        done, rest = divmod(start, self.stride)  # with a rest, the pass began on another number of cores
-        whole = 0 if rest else workers.count_whole_rounds(done)
-        first, done = (start, 0) if rest else (whole * self.stride, done - whole)
+        # A remainder means that the pass began on another number of cores.
+        done, remainder = divmod(start, self.stride)
+        whole = 0 if remainder else workers.count_whole_rounds(done)
+        first, done = (start, 0) if remainder else (whole * self.stride, done - whole)
         again = workers.begin(whole)
-        # PyTorch draws for workers when it starts them, before it draws the order; these were started earlier.
-        begun = partial(RNGState.now(self.generators).restore, self.generators) if again else _do_nothing
-        # A position is recorded after the batches that are ready or in progress have been requested, too.
+        # PyTorch draws the workers' seed when it starts them, before it draws the order. An uninterrupted training
+        # started them in an earlier pass, so the generators are restored to their state before that draw.
+        on_begin = partial(RNGState.now(self.generators).restore, self.generators) if again else _do_nothing
+        # When the position was recorded, the batches in progress had already been requested, so their indices count as
+        # drawn.
         ahead = done + workers.ahead if start else 0
-        self._batches.begin(first, begun, skipped if start else _do_nothing, ahead)
-        for number, came in enumerate(read_loader(self._joined), 1):
-            batch = workers.note(came)
+        self._batches.begin(first, on_begin, skipped if start else _do_nothing, ahead)
+        for number, received in enumerate(read_loader(self._joined), 1):
+            batch = workers.record(received)
             rows = self._batches.rows.popleft() if self._share is not None else 0
             if number > done:
                 yield first + number * self.stride, batch if self._share is None else self._read_local(batch, rows)
@@ -405,7 +414,7 @@ class Iteration(Source):
         self._share = share
         self._name = name
         self._join = Joiner(name)
-        self._looked = False  # the first batch has been checked
+        self._checked_first = False  # the first batch has been checked
         self.per_host = isinstance(batches, PerHost)
         if isinstance(batches, PerHost):
             batches = batches.data
@@ -444,7 +453,7 @@ class Iteration(Source):
     def set_epoch(self, epoch: int) -> None:
         _set_epoch(self.iterable, epoch)
 
-    def form(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         return {"batches": _length(self.iterable)}
 
     def batches(self, index: int, start: int = 0, skipped: Hook = _do_nothing) -> Batches:
@@ -456,8 +465,8 @@ class Iteration(Source):
         offset = start
         while group := list(islice(batches, self.stride)):
             offset += len(group)
-            if not self._looked:
-                self._looked = True
+            if not self._checked_first:
+                self._checked_first = True
                 require_batch(group[0], self.iterable, self._name)
             batch = group[0] if len(group) == 1 else self._join(group)
             yield offset, batch if self._share is None else self._read_local(batch, self._share)
@@ -489,18 +498,19 @@ class _JoinedBatches:
         self.start = start
         self.skipped = skipped
         self._share = share
-        self._begun: Hook = _do_nothing
+        self._on_begin: Hook = _do_nothing
         self._ahead = 0
         # On a pod: the rows of the batches being read, of which this host reads its part.
         self.rows: deque[int] = deque()
 
-    def begin(self, start: int, begun: Hook, skipped: Hook, ahead: int) -> None:
+    def begin(self, start: int, on_begin: Hook, skipped: Hook, ahead: int) -> None:
         """Make the next pass skip `start` batches.
 
-        The pass calls `begun` when it begins, and `skipped` after the skipped batches and `ahead` more.
+        The pass calls `on_begin` first, and `skipped` once the skipped batches and the next `ahead` batches have been
+        drawn.
         """
         self.start = start
-        self._begun = begun
+        self._on_begin = on_begin
         self.skipped = skipped
         self._ahead = ahead
         self.rows.clear()  # an abandoned pass has read ahead
@@ -509,7 +519,7 @@ class _JoinedBatches:
         return -(-(len(self.batch_sampler) - self.start) // self.cores)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self._begun()
+        self._on_begin()
         batches = iter(self.batch_sampler)
         _skip(batches, self.start)
         ahead = self._ahead
@@ -519,7 +529,7 @@ class _JoinedBatches:
             rows = [row for batch in group for row in batch]
             if self._share is not None:
                 self.rows.append(len(rows))
-                # A host without rows needs the form of a row.
+                # A host without rows needs one row, for its structure and shapes.
                 rows = [rows[i] for i in self._share.rows(len(rows))] or rows[:1]
             ahead -= 1
             if not ahead:
@@ -537,8 +547,8 @@ def make_loader_source(loader: DataLoader[Any], cores: int, name: str, share: Sh
     """
     if _length(loader) == 0:
         raise DataError(f"{name} is empty: the loader has no batches")
-    as_it_is = _is_stateful(loader) or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)
-    return Iteration(loader, cores, name, share) if as_it_is else Loader(loader, cores, share)
+    unchanged = _is_stateful(loader) or loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)
+    return Iteration(loader, cores, name, share) if unchanged else Loader(loader, cores, share)
 
 
 # The arguments that a loader with other batches keeps.
@@ -630,13 +640,16 @@ def _compute_sizes(rows: int, whole: int) -> tuple[int, int]:
     return min(rows, whole), rows % whole if rows > whole else 0
 
 
-def _explain_unequal_samples(samples: Sequence[Any], name: str) -> str:
-    """Explain which samples of a batch can't be stacked."""
+def _explain_unequal_samples(samples: Sequence[Any], name: str, error: Exception) -> str:
+    """Explain which samples of a batch can't be stacked, from PyTorch's error."""
     leaves = (tree_leaves(sample) for sample in samples)
     shapes = [[tuple(leaf.shape) for leaf in part if isinstance(leaf, (Tensor, np.ndarray))] for part in leaves]
     other = next((each for each in shapes if each != shapes[0]), None)
     if other is None:
-        return f"the samples of {name} can't be stacked into a batch"
+        return (
+            f"the samples of {name} can't be stacked into a batch: {error}. Pass a DataLoader with a collate_fn that "
+            "makes a batch of them"
+        )
     return (
         f"the samples of {name} must have one shape to make a batch, got {shapes[0]} and {other}. Pad them to a "
         "few lengths: DataLoader(..., collate_fn=tpufit.data.PadToBuckets([32, 64, 128]))"

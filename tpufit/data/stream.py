@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from ..errors import ArgumentError, DataError, require_choice, require_whole
 from ..utils.random import RNGState, state_from_hex, state_to_hex
-from ..utils.saved_attributes import Kept
+from ..utils.saved_attributes import SavedAttributes
 from ..utils.user_code import warn
 from .data_position import Position, PositionLog
 from .inline_reader import Pace
@@ -114,7 +114,7 @@ def make_stream(
 
 
 def _make_source(data: UserData, plan: BatchPlan, batch_size: int | None, whole: bool) -> Source:
-    """Make the source of the data's batches. Data that make batches make `whole` batches, or one per core."""
+    """Make the source of the data's batches. If the data make their own, each is for all cores (`whole`) or for one."""
     x: Any = data.x
     name = data.name
     if whole and data.has_rows:
@@ -244,13 +244,13 @@ class Stream:
 
     def track_objects(self) -> None:
         """Record from now on the state of the user's objects that read the data: counters, random generators, ..."""
-        if self._log.kept is None and self._source.runs_users_code:
-            self._log.kept = Kept(self._source.objects())
+        if self._log.attributes is None and self._source.runs_users_code:
+            self._log.attributes = SavedAttributes(self._source.objects())
             self._source.track_workers()
 
     def list_lost_values(self) -> list[str]:
         """Return the names of values that these objects have changed and positions can't save."""
-        return [] if self._log.kept is None else self._log.kept.list_unsaved()
+        return [] if self._log.attributes is None else self._log.attributes.list_unsaved()
 
     def read_first(self) -> Any:
         """Read the first batch without side effects; None if only an epoch can read it."""
@@ -335,7 +335,7 @@ class Stream:
             position = replace(self._log.last, batches=0, own=own)
         if position is None:
             raise ArgumentError(f"{self._name} was not read up to batch {batches} in this epoch")
-        return position.state_dict() | {"form": self._form(), "cores": self._cores}
+        return position.state_dict() | {"form": self._fingerprint(), "cores": self._cores}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
         """Begin the next epoch at a position.
@@ -355,7 +355,7 @@ class Stream:
         """
         position = Position.of(state)
         if position.offset:
-            self._check_form(state.get("form") or {})
+            self._check_fingerprint(state.get("form") or {})
         elif position.begun is not None and len(position.begun.own) != len(self.generators):
             position = replace(position, begun=replace(position.begun, own=()))  # recorded with other data
         if state.get("cores", self._cores) != self._cores and not self._continues:
@@ -371,13 +371,13 @@ class Stream:
             self._source.load_state_dict(position.own)
         return position.batches
 
-    def _form(self) -> dict[str, Any]:
-        return self._source.form() | {"generators": len(self.generators)}
+    def _fingerprint(self) -> dict[str, Any]:
+        return self._source.fingerprint() | {"generators": len(self.generators)}
 
-    def _check_form(self, form: Mapping[str, Any]) -> None:
-        now = self._form()
+    def _check_fingerprint(self, recorded: Mapping[str, Any]) -> None:
+        now = self._fingerprint()
         others = [
-            f"{name} {then!r} then, {now.get(name)!r} now" for name, then in form.items() if then != now.get(name)
+            f"{name} {then!r} then, {now.get(name)!r} now" for name, then in recorded.items() if then != now.get(name)
         ]
         if others:
             raise DataError(

@@ -37,11 +37,11 @@ class RowsOfTokens(Dataset[Any]):
         """Return a batch of the rows with these indices; each epoch has the same rows."""
         raise NotImplementedError
 
-    def require_known(self, known: int | None, net: str) -> None:
-        """Check that a net, which an error names, knows all tokens.
+    def require_vocabulary(self, vocab_size: int | None, net: str) -> None:
+        """Check that a net has an embedding for each token.
 
         Args:
-            known: The number of tokens that the net knows; None if unknown.
+            vocab_size: The number of the net's embeddings; None if unknown.
             net: The net's name, for the error.
 
         Raises:
@@ -165,12 +165,14 @@ class PackedDataset(RowsOfTokens):
     def __repr__(self) -> str:
         return f"PackedDataset({self._summary})"
 
-    def require_known(self, known: int | None, net: str) -> None:
-        """Check that a net knows all tokens."""
-        if known is not None and self.largest_token >= known:
-            raise DataError(_explain_unknown("the texts have", self.largest_token, net, known))
-        if known is not None and self.pad >= known:
-            raise DataError(f"pad={self.pad} isn't a token of {net}, which knows {known} tokens: pass a smaller token")
+    def require_vocabulary(self, vocab_size: int | None, net: str) -> None:
+        """Check that a net has an embedding for each token."""
+        if vocab_size is not None and self.largest_token >= vocab_size:
+            raise DataError(_explain_unknown("the texts have", self.largest_token, net, vocab_size))
+        if vocab_size is not None and self.pad >= vocab_size:
+            raise DataError(
+                f"pad={self.pad} isn't a token of {net}, which knows {vocab_size} tokens: pass a smaller token"
+            )
 
     def get_batch(self, indices: NDArray[np.int64], epoch: int = 0) -> Any:
         """Return a batch of rows, before `device_transform`.
@@ -272,12 +274,12 @@ class TokenFile(RowsOfTokens):
         self.__dict__.update(state)
         self._tokens = self._open()  # in a worker, because a mapping can't be pickled
 
-    def require_known(self, known: int | None, net: str) -> None:
-        """Check that a net knows the tokens: parts of the file now, and all tokens when they are read."""
+    def require_vocabulary(self, vocab_size: int | None, net: str) -> None:
+        """Check that a net has an embedding for each token: in parts of the file now, in all when they are read."""
         self._net = None
-        if known is None or np.iinfo(self._tokens.dtype).max < known:
+        if vocab_size is None or np.iinfo(self._tokens.dtype).max < vocab_size:
             return
-        self._net = (known, net)
+        self._net = (vocab_size, net)
         for first in np.unique(np.linspace(0, max(0, len(self._tokens) - _PIECE), _PIECES, dtype=np.int64)):
             self._check(self._tokens[first : first + _PIECE])
 
@@ -314,7 +316,10 @@ class TokenFile(RowsOfTokens):
             return mapped
         size = self.path.stat().st_size
         if size % self.dtype.itemsize:
-            raise DataError(f"{self.path} has {size} bytes, no multiple of {self.dtype}'s size: pass the file's dtype")
+            raise DataError(
+                f"{self.path} has {size} bytes, which isn't a multiple of {self.dtype}'s {self.dtype.itemsize}: pass "
+                "the file's dtype"
+            )
         return np.memmap(self.path, self.dtype, "r") if size else np.zeros(0, self.dtype)
 
 
@@ -391,5 +396,5 @@ def _explain_too_large(token: int, where: str, vocab_size: int) -> str:
     return f"{where} has token {token}, and vocab_size is {vocab_size}: the tokenizer isn't the net's"
 
 
-def _explain_unknown(has: str, token: int, net: str, known: int) -> str:
-    return f"{has} token {token}, and {net} knows {known} tokens: the tokenizer isn't the net's"
+def _explain_unknown(has: str, token: int, net: str, vocab_size: int) -> str:
+    return f"{has} token {token}, and {net} knows {vocab_size} tokens: the tokenizer isn't the net's"

@@ -36,11 +36,11 @@ def is_leaf(value: Any) -> bool:
     return (type(value) is list and holds_numbers(value)) or isinstance(value, PackedSequence)
 
 
-def holds_numbers(values: Any, rows: Any = (list, tuple)) -> bool:
-    """True for a list that begins with a number, or with a row of numbers whose type is one of `rows`."""
+def holds_numbers(values: Any, row_types: Any = (list, tuple)) -> bool:
+    """True for a list that begins with a number, or with a row of numbers, of one of these types."""
     while isinstance(values, (list, tuple)) and values:
         values = values[0]
-        if isinstance(values, (list, tuple)) and not isinstance(values, rows):
+        if isinstance(values, (list, tuple)) and not isinstance(values, row_types):
             return False
     if isinstance(values, (np.ndarray, np.generic)):
         return values.ndim == 0 and values.dtype.kind in _NUMBERS
@@ -120,10 +120,10 @@ def _describe_non_numbers(leaf: Any) -> str:
     if isinstance(leaf, list) or (array is not None and isinstance(first, (list, tuple, np.ndarray, Tensor))):
         return "rows of different lengths: pad them to one, see tpufit.data.PadToBuckets"
     if array is not None and array.dtype.kind == "O":
-        return f"{describe_value(leaf)}, whose first item is {first!r:.40}: convert it, e.g. by .astype('float32')"
+        return f"{describe_value(leaf)}, whose first item is {first!r:.40}: convert it, e.g. with .astype('float32')"
     if array is not None and array.dtype.kind in _NUMBERS:  # another byte order, or a wider type
         kind = {"f": "float32", "c": "complex64"}.get(array.dtype.kind, "int64")
-        return f"{describe_value(leaf)}, a dtype that PyTorch lacks: convert it by .astype({kind!r})"
+        return f"{describe_value(leaf)}, a dtype that PyTorch lacks: convert it with .astype({kind!r})"
     return f"{describe_value(leaf)}{': convert it to numbers' if array is not None else ''}"
 
 

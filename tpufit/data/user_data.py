@@ -75,7 +75,8 @@ class UserData:
         first = int(rows * (1 - share))
         if not 0 < first < rows:
             raise DataError(
-                f"validation_split={share} of {say_count(rows, 'row')} leaves none to train on, or none to validate on"
+                f"validation_split={share} of {say_count(rows, 'row')} leaves none to train on, or none to validate "
+                "on: choose another share, or pass validation_data"
             )
         held_out = replace(self._select(first, rows), name="validation_data")
         return self._select(0, first), held_out

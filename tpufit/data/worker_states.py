@@ -1,10 +1,10 @@
 """The random and counter states of a loader's workers: sent with each batch, and restored on resumption.
 
-So a `DataLoader` with random augmentation in its workers is resumed to the last bit.
+This resumes a `DataLoader` with random augmentation in its workers to the last bit.
 
-Each of n workers has its own random generators and its own copy of the data set; batch b comes from worker b % n. So a
-pass resumes at the beginning of a round of n batches. Batches of this round that were already used are read again, with
-the same draws, and dropped.
+Each of n workers has its own random generators and its own copy of the data set; batch b comes from worker b % n. A
+pass therefore resumes at the beginning of a round of n batches. Batches of this round that were already used are read
+again, with the same draws, and dropped.
 """
 
 import types
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, get_worker_info
 
 from ..utils.random import RNGState
-from ..utils.saved_attributes import Kept
+from ..utils.saved_attributes import SavedAttributes
 
 # In a worker process: the state of its copies of the user's objects.
-_WORKER = types.SimpleNamespace(kept=None)
+_WORKER = types.SimpleNamespace(attributes=None)
 
 
 class WorkerBatch(NamedTuple):
@@ -38,26 +38,28 @@ class _CollateWithState:
         batch = self.collate(samples)
         worker = get_worker_info()
         assert worker is not None
-        return WorkerBatch(batch, worker.id, {"draws": RNGState.now().state_dict(), "kept": _WORKER.kept.state_dict()})
+        return WorkerBatch(
+            batch, worker.id, {"draws": RNGState.now().state_dict(), "kept": _WORKER.attributes.state_dict()}
+        )
 
 
 class _InitWithState:
     """A loader's `worker_init_fn` that restores the worker's state."""
 
-    def __init__(self, users_function: Callable[[int], None] | None, collate: Callable[[Any], Any]) -> None:
-        self.users_function = users_function
+    def __init__(self, user_function: Callable[[int], None] | None, collate: Callable[[Any], Any]) -> None:
+        self.user_function = user_function
         self.collate = collate
         self.states: Mapping[str, Any] = {}
 
     def __call__(self, number: int) -> None:
-        if self.users_function is not None:
-            self.users_function(number)
+        if self.user_function is not None:
+            self.user_function(number)
         worker = get_worker_info()
         assert worker is not None
-        _WORKER.kept = Kept({"dataset": worker.dataset, "collate_fn": self.collate})
+        _WORKER.attributes = SavedAttributes({"dataset": worker.dataset, "collate_fn": self.collate})
         given = self.states.get(str(number))
         if given is not None:
-            _WORKER.kept.load_state_dict(given["kept"])
+            _WORKER.attributes.load_state_dict(given["kept"])
             RNGState.of(given["draws"]).restore()
 
 
@@ -78,7 +80,7 @@ class WorkerStates:
         self._round: dict[str, Any] = {}  # after the last whole round of batches
         self._done = 0
         self._inside = self._started = False
-        self._later = False  # not the first pass of persistent workers
+        self._passed = False  # a pass is over, so persistent workers exist
 
     def count_whole_rounds(self, done: int) -> int:
         """Return the number of batches in whole rounds, of `done` batches."""
@@ -96,31 +98,31 @@ class WorkerStates:
         self._round = dict(self._last)
         self._done = done
         self._inside = True
-        again = self._persistent and self._later and not self._started
+        again = self._persistent and self._passed and not self._started
         self._started = True
         return again
 
-    def note(self, came: WorkerBatch) -> Any:
+    def record(self, received: WorkerBatch) -> Any:
         """Record the state that came with a batch, and return the batch."""
-        self._last[str(came.worker)] = came.state
+        self._last[str(received.worker)] = received.state
         self._done += 1
         if self._done % self.count == 0:
             self._round = dict(self._last)
-        return came.batch
+        return received.batch
 
     def end(self) -> None:
         """Record that the pass is over."""
         self._inside = False
-        self._later = True
+        self._passed = True
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the states to resume from; None between passes if each pass starts new workers."""
         if self._inside or self._persistent:
             states = self._round if self._inside else dict(self._last)
-            return {"workers": states, "count": self.count, "later": self._later}
+            return {"workers": states, "count": self.count, "later": self._passed}
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume from states that `state_dict` returned for as many workers."""
         self._last = dict(state["workers"])
-        self._later = state["later"]
+        self._passed = state["later"]

@@ -24,7 +24,7 @@ from .heartbeat import Heartbeat, silence_limit
 # writing a large checkpoint.
 _PATIENCE = 30
 # Errors that may be the first sign of a lost host, and the seconds to wait until the heartbeat confirms it.
-_SIGNS_OF_LOSS = (StateLostError, DeviceLostError)
+_SIGNS_OF_A_LOST_HOST = (StateLostError, DeviceLostError)
 _CONFIRMATION = 2.0
 _GONE = "the other hosts don't answer: {}. Start all hosts again; fit(resume=True) resumes from the last checkpoint"
 
@@ -46,7 +46,7 @@ class Group:
         atexit.register(self.heartbeat.leave, "has ended")
 
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
-        """Return the maximum of each value over all hosts, which must all be at the same place."""
+        """Return the maximum of each value over all hosts, which must all be at the same `place` of the training."""
         # Also reduce the place, as a number and its negative: if two hosts differ, the maxima aren't opposite numbers.
         here = float(zlib.crc32(self.heartbeat.place.encode()))
         both = torch.tensor([here, -here, *values], dtype=torch.float64)
@@ -56,10 +56,10 @@ class Group:
         largest, smallest, *agreed = both.tolist()
         if largest != -smallest:
             places = self.all_gather(self.heartbeat.place)
-            where = ", ".join(f"process {index}: {place}" for index, place in enumerate(places))
+            where = ", ".join(f"process {index} is at {place!r}" for index, place in enumerate(places))
             raise HostError(
-                f"the hosts must do the same, but they are at different places: {where}. Give each the same script, "
-                "data of the same length and the same number of steps"
+                f"all hosts must run the same steps, but {where}: give each host the same script, data of the same "
+                "length and the same number of steps"
             )
         return agreed
 
@@ -85,7 +85,7 @@ class Group:
                 self.all_reduce_max([])
         except Exception as error:
             if self._depth == 1:
-                if isinstance(error, _SIGNS_OF_LOSS) and self.heartbeat.wait_for_loss(_CONFIRMATION):
+                if isinstance(error, _SIGNS_OF_A_LOST_HOST) and self.heartbeat.wait_for_lost_host(_CONFIRMATION):
                     raise HostError(_GONE.format(self.heartbeat.describe())) from error
                 if not self.heartbeat.gone:
                     self.heartbeat.leave(f"has ended with {type(error).__name__}: {error}")
@@ -103,21 +103,20 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = root
         self._wait(lambda: self._gloo.broadcast([size], options))
-        there = int(size)
         content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.index == root else None
-        sent = torch.empty(there, dtype=torch.uint8) if content is None else content
+        sent = torch.empty(int(size), dtype=torch.uint8) if content is None else content
         self._wait(lambda: self._gloo.broadcast([sent], options))
         return sent.numpy().tobytes()
 
     def _wait(self, start: Any) -> None:
-        self.heartbeat.waits = True
+        self.heartbeat.waiting = True
         try:
             start().wait()
         except RuntimeError as error:
-            self.heartbeat.wait_for_loss(_CONFIRMATION)  # the heartbeat names the lost host, maybe later
+            self.heartbeat.wait_for_lost_host(_CONFIRMATION)  # until the heartbeat has found out which host is lost
             raise HostError(_GONE.format(self.heartbeat.describe())) from error
         finally:
-            self.heartbeat.waits = False
+            self.heartbeat.waiting = False
 
 
 _group: Group | None = None

@@ -1,4 +1,4 @@
-"""`Heartbeat`: the hosts' signs of life. A host that dies or hangs ends the others, so that none waits for ever.
+"""`Heartbeat`: the hosts' signs of life. A host that dies or hangs ends the others, so that none waits forever.
 
 Process 0 has a socket to each other host. Every second each host reports what it is doing, and process 0 tells all
 which hosts are gone. If a host's main thread is stuck, waiting for a program that the lost host will never run, its
@@ -35,7 +35,7 @@ class Heartbeat:
     Attributes:
         place: What this host is doing, for the others' messages.
         busy: True while this host needs all others.
-        waits: True while this host waits for the others.
+        waiting: True while this host waits for the others.
         gone: The hosts that are gone, by index, each with the reason.
         places: What each host was doing at its last heartbeat.
     """
@@ -43,7 +43,7 @@ class Heartbeat:
     def __init__(self, index: int, count: int, store: Store, address: str) -> None:
         self.place = "starting"
         self.busy = False
-        self.waits = False
+        self.waiting = False
         self.gone: dict[int, str] = {}
         self.places: dict[int, str] = {}
         self._index = index
@@ -71,7 +71,7 @@ class Heartbeat:
         self._farewell = why
         self._send()  # the heartbeat's thread handles broken connections
 
-    def wait_for_loss(self, seconds: float) -> bool:
+    def wait_for_lost_host(self, seconds: float) -> bool:
         """Wait at most `seconds` until a host is gone; True if a host is."""
         deadline = monotonic() + seconds
         while not self.gone and monotonic() < deadline:
@@ -85,20 +85,20 @@ class Heartbeat:
         return ", ".join(f"process {index}: {place}" for index, place in sorted(self._collect_places().items()))
 
     def _collect_places(self) -> dict[int, str]:
-        return {**self.places, self._index: self.place + ", waiting for the others" * self.waits}
+        return {**self.places, self._index: self.place + ", waiting for the others" * self.waiting}
 
     def _add(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._peers[connection] = _Peer()
 
     def _beat(self) -> None:
-        lost: float | None = None
-        sent = 0.0
+        lost_at: float | None = None
+        sent_at = 0.0
         while True:
-            if monotonic() - sent >= _PERIOD:
+            if monotonic() - sent_at >= _PERIOD:
                 for connection in self._send():
                     self._lose(connection, "is gone")
-                sent = monotonic()
+                sent_at = monotonic()
             ready, _, _ = select.select(list(self._peers), [], [], _PERIOD / 4)
             for connection in ready:
                 self._receive(connection)
@@ -107,8 +107,8 @@ class Heartbeat:
                     self._lose(connection, f"has sent no heartbeat for {silence_limit():g} s")
             if not self.gone:
                 continue
-            lost = monotonic() if lost is None else lost
-            if self.busy and monotonic() - lost > _GRACE:
+            lost_at = monotonic() if lost_at is None else lost_at
+            if self.busy and monotonic() - lost_at > _GRACE:
                 self._end()
 
     def _end(self) -> None:
@@ -143,7 +143,7 @@ class Heartbeat:
             return self._lose(connection, "is gone")
         peer = self._peers[connection]
         peer.heard_at = monotonic()
-        *messages, peer.rest = (peer.rest + got).split(b"\n")
+        *messages, peer.incomplete = (peer.incomplete + got).split(b"\n")
         for text in messages:
             message = json.loads(text)
             peer.host = message["host"]
@@ -180,4 +180,4 @@ class _Peer:
     def __init__(self) -> None:
         self.host = 0  # until the peer sends its index, it can only be process 0
         self.heard_at = monotonic()
-        self.rest = b""
+        self.incomplete = b""  # the beginning of a message

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..data.batches import is_row_of_parts
+from ..data.batches import has_parts
 from ..errors import ArgumentError, TpufitError
 
 # The usual names of targets in a dict.
@@ -139,7 +139,7 @@ def count_targets(batch: Any, rows: int) -> int:
         >>> count_targets((ones(30, 2), ones(4)), 30), count_targets({"nodes": ones(30, 2), "y": ones(4)}, 30)
         (4, 4)
     """
-    x, y = (*batch, None)[:2] if is_row_of_parts(batch) else (batch, None)
+    x, y = (*batch, None)[:2] if has_parts(batch) else (batch, None)
     if y is None and isinstance(x, Mapping):
         y = next((x[name] for name in _TARGETS if name in x), None)
     return next((len(leaf) for leaf in tree_leaves(y) if isinstance(leaf, Tensor) and leaf.dim()), rows)

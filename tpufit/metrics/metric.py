@@ -15,9 +15,9 @@ from ..backend import Placement
 from ..errors import ArgumentError
 from ..losses import Output, align, describe_nest, output_name, pick, pick_weight, spread_weights
 from ..runtime import has_kernel, move
-from ..utils.python_state import facts
+from ..utils.python_state import list_values
 from ..utils.random import RNGState
-from ..utils.saved_attributes import Kept
+from ..utils.saved_attributes import SavedAttributes
 from ..utils.text import dtype_name
 from ..utils.user_code import warn
 from .extra_metrics import RowMean
@@ -330,8 +330,8 @@ class DeviceMetric:
     def _can_be_traced(self, arguments: Sequence[Tensor]) -> bool:
         """Try the update on tensors without values: True if the device can do it, and no Python state changes."""
         trial = self._metric.clone().to("meta")
-        before = facts({"metric": trial})
-        kept = Kept({"metric": self._metric})
+        before = list_values({"metric": trial})
+        saved = SavedAttributes({"metric": self._metric})
         try:
             with _OnlyLowered():  # type: ignore[no-untyped-call]
                 self._add(trial, [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in arguments])
@@ -348,12 +348,12 @@ class DeviceMetric:
                     "mean over the batches, which depends on their size. tpufit.DatasetMetric(function) computes it "
                     "once, from all rows"
                 )
-            kept.load_state_dict({})
+            saved.load_state_dict({})
             return False
-        after = facts({"metric": trial})
+        after = list_values({"metric": trial})
         changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-        changed_objects = kept.state_dict()  # objects of the user's function, which metric and trial share
-        kept.load_state_dict({})
+        changed_objects = saved.state_dict()  # objects of the user's function, which metric and trial share
+        saved.load_state_dict({})
         return changed <= {"metric._update_count", "metric.of_host"} and not changed_objects
 
     def _add(self, metric: torchmetrics.Metric, arguments: Sequence[Tensor]) -> None:

@@ -109,7 +109,7 @@ class Collective:
         return self.kind not in (*_GATHERS, "reduce-scatter")
 
     @property
-    def said_of(self) -> str:
+    def content_phrase(self) -> str:
         """A phrase for reports: " of weights", " of gradients", or "" for other data."""
         return "" if not self.of_weights else " of gradients" if self.adds else " of weights"
 
@@ -155,7 +155,7 @@ class CompiledProgram:
 
 
 def analyse(
-    traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str, after: str, on: Slice
+    traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str, after: str, tpu: Slice
 ) -> CompiledProgram:
     """Analyse a program.
 
@@ -164,7 +164,7 @@ def analyse(
         compiled: The compiler's figures, or its error.
         before: The text of the program as traced.
         after: The text of the program as compiled; "" if it wasn't compiled.
-        on: The slice.
+        tpu: The slice.
 
     Raises:
         ValueError: The compiler has refused the program for a reason other than memory; the message is the compiler's.
@@ -175,18 +175,20 @@ def analyse(
         used = _parse_memory(error)
         if used is None:
             raise ValueError(error)
-        arguments = _arguments(traced, [_bytes_per_core(argument, on.devices) for argument in traced["arguments"]])
+        arguments = _sum_arguments(
+            traced, [_count_bytes_per_core(argument, tpu.devices) for argument in traced["arguments"]]
+        )
         temporary = _HLO_TEMP.search(error)
         temporaries = parse_bytes(temporary[1]) if temporary else 0
         memory = Memory(**arguments, temporaries=temporaries, needed=used[0])
-        message = explain_too_large(error, on, arguments["weights"] + arguments["optimizer"], traced)
+        message = explain_too_large(error, tpu, arguments["weights"] + arguments["optimizer"], traced)
         return CompiledProgram(**plain, fits=False, memory=memory, warnings={"memory": message}, text=error)
     compiled_operations = list(operations(after))
     loops = Loops(after)
     layouts = arguments_of(after)
     stats = compiled["memory"]
     memory = Memory(
-        **_arguments(traced, [array.padded for array in layouts]),
+        **_sum_arguments(traced, [array.padded for array in layouts]),
         outputs=stats["output"] - stats["alias"],
         temporaries=stats["temp"],
         code=stats["generated_code"],
@@ -199,19 +201,19 @@ def analyse(
         compiled[name] + loops.count_repeats(compiled.get("loops", {}), name) for name in ("flops", "bytes")
     )
     for operation, _ in compiled_operations:
-        turns = loops.turns.get(operation.computation, 1)
-        cycles = turns * operation.cycles
+        runs = loops.run_counts.get(operation.computation, 1)
+        cycles = runs * operation.cycles
         if operation.kernel is not None:
-            cycles = turns * on.chip.cycles_of(operation.kernel)
-            kernels += turns
+            cycles = runs * tpu.chip.cycles_of(operation.kernel)
+            kernels += runs
             of_kernels += cycles
-            flops += turns * operation.kernel.operations
-            nbytes += turns * operation.kernel.nbytes
+            flops += runs * operation.kernel.operations
+            nbytes += runs * operation.kernel.nbytes
         if cycles:
             layers[operation.phase, operation.layer] += cycles
-    shapes = _split_shapes(traced, on.devices)
-    collectives = _collectives(
-        [operation for operation, _ in compiled_operations], traced["lines"], shapes, loops.turns
+    shapes = _split_shapes(traced, tpu.devices)
+    collectives = _list_collectives(
+        [operation for operation, _ in compiled_operations], traced["lines"], shapes, loops.run_counts
     )
     return CompiledProgram(
         **plain,
@@ -233,14 +235,14 @@ def describe_place(layer: str, line: int | None = None, lines: Sequence[str] = (
     return " at ".join(part for part in (layer, "" if line is None else lines[line]) if part) or "the step"
 
 
-def explain_too_large(error: str, on: Slice, state: int, traced: Mapping[str, Any]) -> str:
+def explain_too_large(error: str, tpu: Slice, state: int, traced: Mapping[str, Any]) -> str:
     """Explain the compiler's error about too large a program: how much it needs, the largest arrays, and what to try.
 
     `state` is the number of bytes of weights and optimizer state on a core, which doesn't depend on the batch.
     """
     used = _parse_memory(error)
     assert used is not None
-    needs, has = used
+    needed, available = used
     groups: Counter[str] = Counter()
     places: dict[str, list[str]] = {}  # the layers of each kind of array
     for nbytes, operator, shape in _ALLOCATION.findall(error):
@@ -254,20 +256,22 @@ def explain_too_large(error: str, on: Slice, state: int, traced: Mapping[str, An
         f"{len(places[array])} x {array} of {join_few(sorted(set(places[array])))} ({size(nbytes)})"
         for array, nbytes in groups.most_common(3)
     ]
-    rows = -(-traced["rows"] // traced["steps"] // on.devices)
+    rows = -(-traced["rows"] // traced["steps"] // tpu.devices)
     split = any(one["source"] == "state" and one["axis"] is not None for one in traced["arguments"])
     training = traced["role"] == "train"
-    cures = remedies(state, needs, rows, on.devices, split, traced["remat"]) if training else ["a smaller batch_size"]
-    if state > has:
+    cures = remedies(state, needed, rows, tpu.devices, split, traced["remat"]) if training else ["a smaller batch_size"]
+    if state > available:
         # Fewer rows don't help.
-        cures = cures[: not split and on.devices > 1]
+        cures = cures[: not split and tpu.devices > 1]
         cures += ["a TPU with more memory a core", "an optimizer with less state (SGD)", "precision='bf16-true'"]
         cure = "The weights and the optimizer's state alone are too large, with any batch. "
     else:
         cure = ""
     cure += f"Try {', or '.join(cures or ['a TPU with more memory a core'])}"
     largest = f"The largest: {', '.join(most)}. " if most else ""
-    return f"it needs {size(needs)} of a core's {size(has)}, {size(needs - has)} too much. {largest}{cure}"
+    return (
+        f"it needs {size(needed)} of a core's {size(available)}, {size(needed - available)} too much. {largest}{cure}"
+    )
 
 
 def _parse_memory(error: str) -> tuple[int, int] | None:
@@ -276,7 +280,7 @@ def _parse_memory(error: str) -> tuple[int, int] | None:
     return (parse_bytes(found.needs), parse_bytes(found.has)) if found.needs else None
 
 
-def _arguments(traced: Mapping[str, Any], nbytes: Sequence[int]) -> dict[str, int]:
+def _sum_arguments(traced: Mapping[str, Any], nbytes: Sequence[int]) -> dict[str, int]:
     """Return the sizes of a program's arguments on a core, by their kind."""
     sizes = dict.fromkeys(("weights", "optimizer", "batch", "other"), 0)
     for argument, argument_bytes in zip(traced["arguments"], nbytes, strict=True):
@@ -287,7 +291,7 @@ def _arguments(traced: Mapping[str, Any], nbytes: Sequence[int]) -> dict[str, in
     return sizes
 
 
-def _bytes_per_core(argument: Mapping[str, Any], cores: int) -> int:
+def _count_bytes_per_core(argument: Mapping[str, Any], cores: int) -> int:
     """Return the bytes of an argument on one core, as far as they are known without the compiler's layout."""
     axis = argument["axis"]
     shape = argument["shape"]
@@ -316,11 +320,11 @@ def _ignore_order(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(size for size in shape if size > 1))
 
 
-def _collectives(
+def _list_collectives(
     compiled: Sequence[Operation],
     lines: Sequence[str],
     split: Collection[tuple[int, ...]] = (),
-    turns: Mapping[str, int] = MappingProxyType({}),
+    run_counts: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Collective]:
     """Return the communication between cores. One operation may occur several times in the text, with one channel."""
     by_name = {operation.name: operation for operation in compiled}
@@ -336,9 +340,9 @@ def _collectives(
         layer = f"{operation.layer} ({operation.phase})" if operation.phase == "backward" else operation.layer
         of_weights = all(_ignore_order(a.shape) in split for a in operation.arrays if math.prod(a.shape) > 1)
         place = kind, describe_place(layer, operation.line, lines), bool(split) and of_weights
-        times = turns.get(operation.computation, 1)
-        counts[place] += times
-        sizes[place] += times * operation.nbytes
+        runs = run_counts.get(operation.computation, 1)
+        counts[place] += runs
+        sizes[place] += runs * operation.nbytes
     return [
         Collective(kind, place, counts[kind, place, of_weights], nbytes, of_weights)
         for (kind, place, of_weights), nbytes in sizes.most_common()
@@ -369,7 +373,8 @@ def _warn_of_gathers(collectives: Sequence[Collective]) -> dict[str, str]:
     count = sum(one.count for one in gathers)
     most = "; ".join(f"{one.where} ({one.kind}, {size(one.nbytes)})" for one in gathers[:3])
     times = say_count(count, "time")
-    return {"gathers": f"rows travel between cores, {times} and {size(total)} a step, where sums would do: {most}"}
+    message = f"rows travel between cores, {times} and {size(total)} a step, where sums would do: {most}"
+    return {"gathers": f"{message}. Reduce over the rows of each core first"}
 
 
 def _warn_of_dtypes(traced_operations: Sequence[Operation], traced: Mapping[str, Any]) -> dict[str, str]:
@@ -381,7 +386,8 @@ def _warn_of_dtypes(traced_operations: Sequence[Operation], traced: Mapping[str,
         places = Counter(describe_place(o.layer, o.line, lines) for o in products)
         most = ", ".join(place for place, _ in places.most_common(3))
         found["float32"] = (
-            f"{say_count(len(products), 'matrix product')} in float32, with precision={traced['precision']!r}: {most}"
+            f"{say_count(len(products), 'matrix product')} in float32, with precision={traced['precision']!r}: {most}. "
+            "Call them inside autocast, or cast their inputs"
         )
     wide = {
         o.name: (array, describe_place(o.layer, o.line, lines))
@@ -392,7 +398,9 @@ def _warn_of_dtypes(traced_operations: Sequence[Operation], traced: Mapping[str,
     largest = sorted(wide.values(), key=lambda pair: pair[0].nbytes, reverse=True)
     if largest:
         most = ", ".join(f"{array} of {place}" for array, place in list(dict.fromkeys(largest))[:3])
-        found["64-bit"] = f"{say_count(len(wide), 'array')} of 64-bit types, which a TPU emulates: {most}"
+        found["64-bit"] = (
+            f"{say_count(len(wide), 'array')} of 64-bit types, which a TPU emulates: {most}. Use float32 and int32"
+        )
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import PreflightError
 from ..utils import children
-from ..utils.user_code import is_users
+from ..utils.user_code import belongs_to_user
 
 
 def run(
@@ -38,6 +38,6 @@ def _users_place(lines: Sequence[str]) -> str:
     frames = [line.strip() for line in lines if line.startswith('  File "')]
     for frame in frames:
         path, _, rest = frame.removeprefix('File "').partition('", line ')
-        if is_users(path):
+        if belongs_to_user(path):
             return f", at {os.path.basename(path)}:{rest.split(' ')[0]}"
     return ""

@@ -32,7 +32,7 @@ _LARGEST = 1 << 26
 _IN_ALL = 1 << 30
 _MOST_FILES = 20_000
 _LINKED = {".git", ".venv", "venv", "node_modules", ".tox"}
-FREE = ("/dev", "/proc", "/sys")
+NOT_REDIRECTED = ("/dev", "/proc", "/sys")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 _READ = ("stat", "lstat", "listdir", "scandir", "access", "readlink", "chdir", "statvfs")
@@ -61,8 +61,8 @@ def copied_folder(script: Path) -> Iterator[Path]:
         os.chdir(copies[0][1])
         tempfile.tempdir = str(scratch / "tmp")
         try:
-            with _redirect(paths):
-                yield Path(paths.of(str(script.resolve())))
+            with _redirecting(paths):
+                yield Path(paths.redirect(str(script.resolve())))
         finally:
             tempfile.tempdir = before
             os.chdir(here)
@@ -109,18 +109,18 @@ class _Paths:
         self._scratch = scratch
         self._elsewhere = os.path.join(scratch, "elsewhere")
         caches = [os.environ.get(name, "") for name in ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "KAGGLEHUB_CACHE")]
-        self._free = (*FREE, os.path.expanduser("~/.cache"), *filter(None, caches))
+        self._exempt = (*NOT_REDIRECTED, os.path.expanduser("~/.cache"), *filter(None, caches))
 
-    def is_free(self, path: str) -> bool:
+    def is_exempt(self, path: str) -> bool:
         """True if a path may be written without redirection."""
-        before = getattr(self._thread, "looks", False)
-        self._thread.looks = True
+        before = getattr(self._thread, "bypass", False)
+        self._thread.bypass = True
         try:
-            return _is_in(os.path.realpath(path), (self._scratch, *self._free))
+            return _is_in(os.path.realpath(path), (self._scratch, *self._exempt))
         finally:
-            self._thread.looks = before
+            self._thread.bypass = before
 
-    def of(self, path: Any, writes: bool = False, keeps: bool = False) -> Any:
+    def redirect(self, path: Any, writes: bool = False, keeps: bool = False) -> Any:
         """Return the redirected path.
 
         Args:
@@ -128,22 +128,22 @@ class _Paths:
             writes: True if the file is written (default False).
             keeps: True if a write keeps the file's contents, which are then copied first (default False).
         """
-        if isinstance(path, int) or path is None or getattr(self._thread, "looks", False):
+        if isinstance(path, int) or path is None or getattr(self._thread, "bypass", False):
             return path
-        self._thread.looks = True  # the functions called here get unchanged paths
+        self._thread.bypass = True  # the functions called here get unchanged paths
         try:
-            return self._redirect(path, writes, keeps)
+            return self._redirect_path(path, writes, keeps)
         finally:
-            self._thread.looks = False
+            self._thread.bypass = False
 
-    def _redirect(self, path: Any, writes: bool, keeps: bool) -> Any:
+    def _redirect_path(self, path: Any, writes: bool, keeps: bool) -> Any:
         original = os.path.abspath(os.fsdecode(path))
-        where = self._in_copies(original)
+        where = self._find_copy(original)
         if not writes:
             aside = self._elsewhere + self._real(where)
             target = aside if not _is_in(where, (self._scratch,)) and os.path.lexists(aside) else where
             return path if target == original else target
-        if self.is_free(where):
+        if self.is_exempt(where):
             return path if where == original else where
         real = self._real(where)
         if os.path.islink(where) and _is_in(self._real(where), (self._scratch,)):  # a link to a large file
@@ -159,7 +159,7 @@ class _Paths:
             shutil.copyfile(real, aside)
         return aside
 
-    def _in_copies(self, path: str) -> str:
+    def _find_copy(self, path: str) -> str:
         for root, copy in self._copies:
             if _is_in(path, (root,)) and not _is_in(path, (self._scratch,)):
                 return copy + path[len(root.rstrip("/")) :]
@@ -176,7 +176,7 @@ def _is_in(path: str, folders: tuple[str, ...]) -> bool:
 
 
 @contextmanager
-def _redirect(paths: _Paths) -> Iterator[None]:
+def _redirecting(paths: _Paths) -> Iterator[None]:
     """A context in which functions that take paths get the redirected paths."""
     with ExitStack() as stack:
 
@@ -189,28 +189,28 @@ def _redirect(paths: _Paths) -> Iterator[None]:
 
         def open_file(file: Any, mode: str = "r", *args: Any, **named: Any) -> Any:
             writes = any(letter in mode for letter in "wax+")
-            return opened(paths.of(file, writes, keeps="w" not in mode), mode, *args, **named)
+            return opened(paths.redirect(file, writes, keeps="w" not in mode), mode, *args, **named)
 
         def open_descriptor(path: Any, flags: int, *args: Any, **named: Any) -> int:
             if named.get("dir_fd") is None:
-                path = paths.of(path, bool(flags & _WRITING), keeps=not flags & os.O_TRUNC)
+                path = paths.redirect(path, bool(flags & _WRITING), keeps=not flags & os.O_TRUNC)
             return opened_by_os(path, flags, *args, **named)
 
         put(builtins, "open", open_file)
         put(io, "open", open_file)
         put(os, "open", open_descriptor)
         for name in _READ:
-            put(os, name, _reading(paths, getattr(os, name)))
+            put(os, name, _redirect_read(paths, getattr(os, name)))
         for name in (*_CHANGE, *_REMOVE):
-            put(os, name, _changing(paths, getattr(os, name), name in _REMOVE))
+            put(os, name, _redirect_change(paths, getattr(os, name), name in _REMOVE))
         for name in _MOVE:
             put(os, name, _redirect_move(paths, getattr(os, name)))
-        put(os, "symlink", _linking(paths, os.symlink))
+        put(os, "symlink", _redirect_symlink(paths, os.symlink))
         for place, name in ((torch, "save"), (torch.jit, "save"), (torch.export, "save")):
-            put(place, name, _saving(paths, getattr(place, name), 1))
+            put(place, name, _redirect_save(paths, getattr(place, name), 1))
         for place in (safetensors.torch, safetensors.numpy):
-            put(place, "serialize_file", _saving(paths, place.serialize_file, 1))
-        put(sqlite3, "connect", _saving(paths, sqlite3.connect, 0))
+            put(place, "serialize_file", _redirect_save(paths, place.serialize_file, 1))
+        put(sqlite3, "connect", _redirect_save(paths, sqlite3.connect, 0))
         # numpy.savetxt keeps its own reference to `open`.
         openers = getattr(sys.modules.get("numpy.lib._datasource"), "_file_openers", None)
         if openers is not None:
@@ -239,29 +239,30 @@ class _Guard:
             return
         self._paths = None  # inactive during the check
         try:
-            free = paths.is_free(os.path.abspath(os.fsdecode(args[0])))
+            exempt = paths.is_exempt(os.path.abspath(os.fsdecode(args[0])))
         finally:
             self._paths = paths
-        if not free:
+        if not exempt:
             raise PermissionError(
-                f"a preflight doesn't let a script write outside its copied folder, but the script opens {args[0]!r}"
+                f"a preflight doesn't let a script write outside its copied folder, but the script opens {args[0]!r}: "
+                "use a relative path, or one below the script's folder"
             )
 
 
-def _reading(paths: _Paths, native: Callable[..., Any]) -> Callable[..., Any]:
+def _redirect_read(paths: _Paths, native: Callable[..., Any]) -> Callable[..., Any]:
     def function(path: Any = ".", *args: Any, **named: Any) -> Any:
-        return native(paths.of(path) if named.get("dir_fd") is None else path, *args, **named)
+        return native(paths.redirect(path) if named.get("dir_fd") is None else path, *args, **named)
 
     return function
 
 
-def _changing(paths: _Paths, native: Callable[..., Any], removes: bool) -> Callable[..., Any]:
+def _redirect_change(paths: _Paths, native: Callable[..., Any], removes: bool) -> Callable[..., Any]:
     def function(path: Any, *args: Any, **named: Any) -> Any:
         folder = named.get("dir_fd")
         if folder is not None:
-            return native(path, *args, **named) if paths.is_free(os.readlink(f"/proc/self/fd/{folder}")) else None
-        where = paths.of(path) if removes else paths.of(path, writes=True, keeps=True)
-        if removes and not paths.is_free(os.path.dirname(os.path.abspath(os.fsdecode(where)))):
+            return native(path, *args, **named) if paths.is_exempt(os.readlink(f"/proc/self/fd/{folder}")) else None
+        where = paths.redirect(path) if removes else paths.redirect(path, writes=True, keeps=True)
+        if removes and not paths.is_exempt(os.path.dirname(os.path.abspath(os.fsdecode(where)))):
             return None  # the original stays, and the script continues
         return native(where, *args, **named)
 
@@ -272,34 +273,34 @@ def _redirect_move(paths: _Paths, native: Callable[..., Any]) -> Callable[..., A
     def function(src: Any, dst: Any, **named: Any) -> Any:
         if named.get("src_dir_fd") is not None or named.get("dst_dir_fd") is not None:
             return native(src, dst, **named)
-        source = paths.of(src)
-        target = paths.of(dst)
-        if not paths.is_free(os.path.dirname(os.path.abspath(os.fsdecode(target)))):
-            target = paths.of(dst, writes=True)
-        if paths.is_free(os.path.dirname(os.path.abspath(os.fsdecode(source)))):
+        source = paths.redirect(src)
+        target = paths.redirect(dst)
+        if not paths.is_exempt(os.path.dirname(os.path.abspath(os.fsdecode(target)))):
+            target = paths.redirect(dst, writes=True)
+        if paths.is_exempt(os.path.dirname(os.path.abspath(os.fsdecode(source)))):
             return native(source, target, **named)
         return shutil.copytree(source, target) if os.path.isdir(source) else shutil.copyfile(source, target)
 
     return function
 
 
-def _linking(paths: _Paths, native: Callable[..., Any]) -> Callable[..., Any]:
+def _redirect_symlink(paths: _Paths, native: Callable[..., Any]) -> Callable[..., Any]:
     def function(src: Any, dst: Any, *args: Any, **named: Any) -> Any:
-        return native(src, dst if named.get("dir_fd") is not None else paths.of(dst, writes=True), *args, **named)
+        return native(src, dst if named.get("dir_fd") is not None else paths.redirect(dst, writes=True), *args, **named)
 
     return function
 
 
-def _saving(paths: _Paths, native: Callable[..., Any], at: int) -> Callable[..., Any]:
+def _redirect_save(paths: _Paths, native: Callable[..., Any], at: int) -> Callable[..., Any]:
     """Redirect a path to be written, which is the argument at this position, or has one of the usual names."""
 
     def function(*args: Any, **named: Any) -> Any:
         arguments = list(args)
         if len(arguments) > at and isinstance(arguments[at], (str, bytes, os.PathLike)) and arguments[at] != ":memory:":
-            arguments[at] = paths.of(arguments[at], writes=True, keeps=True)
+            arguments[at] = paths.redirect(arguments[at], writes=True, keeps=True)
         for name in ("f", "filename", "database"):
             if isinstance(named.get(name), (str, bytes, os.PathLike)) and named[name] != ":memory:":
-                named[name] = paths.of(named[name], writes=True, keeps=True)
+                named[name] = paths.redirect(named[name], writes=True, keeps=True)
         return native(*arguments, **named)
 
     return function

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import PreflightError
 from ..runtime import cure_for, falls_back, scope
-from ..utils.user_code import LIBRARY_CODE, calling_lines
+from ..utils.user_code import LIBRARY_CODE, find_calling_lines
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -59,7 +59,7 @@ class Scopes(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name.startswith("__get"):  # an attribute, such as a shape
             return func(*args, **(kwargs or {}))
-        line = calling_lines().removesuffix(LIBRARY_CODE)
+        line = find_calling_lines().removesuffix(LIBRARY_CODE)
         if falls_back(name) and any(leaf.device.type != "cpu" for leaf in _tensors((args, kwargs))):
             raise PreflightError(
                 f"the step calls {name} at {line}, which would run on the host. {cure_for(f'aten::{name}')}"

@@ -18,7 +18,7 @@ _INTEGER = re.compile(r"^\(*(?:([su])(\d+)|(pred))\[\]")
 _OPERAND = re.compile(r"%([\w.-]+)")
 _CALLED = re.compile(r"\b(?:body|condition|calls|to_apply|\w+_computations?)=\{?((?:%[\w.-]+(?:, )?)+)")
 _LOOP = re.compile(r"condition=%([\w.-]+), body=%([\w.-]+)")
-_MOST = 1 << 16  # the most iterations that are evaluated
+_MAX_ITERATIONS = 1 << 16  # the most iterations that are evaluated
 _PASSED_ON = ("copy", "copy-start", "copy-done", "bitcast", "bitcast-convert", "convert", "reshape")
 _COMPARED = {
     "EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
@@ -54,13 +54,13 @@ class Loops:
     """The loops of a program."""
 
     def __init__(self, text: str) -> None:
-        self.turns: dict[str, int] = {}  # how often each computation runs, by its name, if not once
+        self.run_counts: dict[str, int] = {}  # how often each computation runs, by its name, if not once
         self.bodies: dict[str, str] = {}  # the computation that contains each loop, by the loop's body
         self.unknown = 0  # the number of loops whose iterations can't be counted; they count as one
         self._computations: dict[str, dict[str, str]] = {}
         self._roots: dict[str, str] = {}
         # By a loop's body: the computation that contains the loop, and the loop's initial state.
-        self._begun: dict[str, tuple[str, str]] = {}
+        self._initial: dict[str, tuple[str, str]] = {}
         if " while(" in text:
             self._read(text)
             self._count()
@@ -89,37 +89,37 @@ class Loops:
                 called = [name for names in _CALLED.findall(line) for name in _OPERAND.findall(names)]
                 runs = times.get(computation, 1)
                 if " while(" in line:
-                    runs *= self._turns(computation, _Instruction.of(line))
+                    runs *= self._count_iterations(computation, _Instruction.of(line))
                 for name in called:
                     times[name] = max(runs, times.get(name, 0))
-        self.turns = {computation: count for computation, count in times.items() if count != 1}
+        self.run_counts = {computation: count for computation, count in times.items() if count != 1}
 
-    def _turns(self, computation: str, line: _Instruction) -> int:
+    def _count_iterations(self, computation: str, line: _Instruction) -> int:
         """Count the iterations of a loop."""
         match = _LOOP.search(line.rest)
         assert match, line.rest
         condition, body = match.groups()
         self.bodies[body] = computation
-        self._begun[body] = computation, line.operands[0]
+        self._initial[body] = computation, line.operands[0]
         end = _Instruction.of(self._computations[body][self._roots[body]]).operands
         # The parts of the loop's state on which its condition depends.
         needed: set[int] = set()
-        new = self._dependencies(condition, self._roots[condition])
+        new = self._find_dependencies(condition, self._roots[condition])
         while new:
             needed |= new
-            new = set().union(*(self._dependencies(body, end[i]) for i in new if i < len(end))) - needed
-        state: dict[int, int | None] = {i: self._initial_value(body, i) for i in needed}
-        for turn in range(_MOST):
-            continues = self._value(condition, self._roots[condition], state.get)
+            new = set().union(*(self._find_dependencies(body, end[i]) for i in new if i < len(end))) - needed
+        state: dict[int, int | None] = {i: self._evaluate_initial(body, i) for i in needed}
+        for iteration in range(_MAX_ITERATIONS):
+            continues = self._evaluate(condition, self._roots[condition], state.get)
             if continues is None:
                 break
             if not continues:
-                return turn
-            state = {i: self._value(body, end[i], state.get) for i in needed}
+                return iteration
+            state = {i: self._evaluate(body, end[i], state.get) for i in needed}
         self.unknown += 1
         return 1
 
-    def _dependencies(self, computation: str, name: str) -> set[int]:
+    def _find_dependencies(self, computation: str, name: str) -> set[int]:
         """Return the positions of the arguments on which a value of a computation depends."""
         positions: set[int] = set()
 
@@ -127,29 +127,29 @@ class Loops:
             positions.add(position)
             return 0
 
-        self._value(computation, name, note)
+        self._evaluate(computation, name, note)
         return positions
 
-    def _initial_value(self, body: str, position: int) -> int | None:
+    def _evaluate_initial(self, body: str, position: int) -> int | None:
         """Return the initial value of a part of a loop's state."""
-        computation, name = self._begun[body]
+        computation, name = self._initial[body]
         begin = _Instruction.of(self._computations[computation][name])
         if begin.kind != "tuple" or position >= len(begin.operands):
             return None
-        return self._value(computation, begin.operands[position], lambda i: self._constant(computation, i))
+        return self._evaluate(computation, begin.operands[position], lambda i: self._evaluate_constant(computation, i))
 
-    def _constant(self, body: str, position: int) -> int | None:
+    def _evaluate_constant(self, body: str, position: int) -> int | None:
         """Return a part of a loop's state that no iteration changes; None if it changes."""
-        if body not in self._begun:
+        if body not in self._initial:
             return None
         name = _Instruction.of(self._computations[body][self._roots[body]]).operands[position]
         line = _Instruction.of(self._computations[body][name])
         while line.kind == "copy":
             line = _Instruction.of(self._computations[body][line.operands[0]])
         same = line.kind == "get-tuple-element" and f"index={position}" in re.split(r"[,\s]+", line.rest)
-        return self._initial_value(body, position) if same else None
+        return self._evaluate_initial(body, position) if same else None
 
-    def _value(self, computation: str, name: str, arguments: _Arguments) -> int | None:
+    def _evaluate(self, computation: str, name: str, arguments: _Arguments) -> int | None:
         """Evaluate a value of a computation; None if it isn't an integer, or depends on an unknown value."""
         line = _Instruction.of(self._computations[computation][name])
         type_of = _INTEGER.match(line.type)
@@ -164,10 +164,10 @@ class Loops:
             index = re.search(r"index=(\d+)", line.rest)
             source = _Instruction.of(self._computations[computation][line.operands[0]])
             return arguments(int(index[1])) if index and source.kind == "parameter" else None
-        values = [self._value(computation, operand, arguments) for operand in line.operands]
+        values = [self._evaluate(computation, operand, arguments) for operand in line.operands]
         if line.kind == "fusion":  # a separate computation, whose parameters are the operands
             (called,) = re.findall(r"calls=%([\w.-]+)", line.rest)
-            return self._value(called, self._roots[called], lambda i: values[i])
+            return self._evaluate(called, self._roots[called], lambda i: values[i])
         known = [value for value in values if value is not None]
         if len(known) < len(values):
             return None
@@ -186,7 +186,7 @@ class Loops:
             figure: The name of the figure, e.g. `"flops"`.
         """
         return sum(
-            (self.turns.get(body, 1) - self.turns.get(computation, 1)) * costs[body][figure]
+            (self.run_counts.get(body, 1) - self.run_counts.get(computation, 1)) * costs[body][figure]
             for body, computation in self.bodies.items()
         )
 

@@ -270,7 +270,7 @@ class PreflightReport:
         for program in self.programs:
             sums: Counter[str] = Counter()
             for one in program.collectives:
-                sums[one.kind + one.said_of] += one.count
+                sums[one.kind + one.content_phrase] += one.count
             between = ", ".join(f"{count} {kind}" for kind, count in sums.items())
             cycles = f"{program.cost.cycles:,}" if program.cost.cycles else "?"
             memory = size(program.memory.total)

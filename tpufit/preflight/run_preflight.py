@@ -50,41 +50,42 @@ class PreflightRun:
     compiler: Mapping[str, str] = field(default_factory=dict)
     remat: str | None = None  # "auto" to find the cheapest policy with which all programs fit
 
-    def reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
+    def make_reports(self, slices: Sequence[Slice]) -> list[PreflightReport]:
         """Compile the programs of a `fit` for slices; return a report for each. Equal steps are traced once."""
-        sized = [replace(self, train=replace(self.train, batch_size=self.batch_size_on(on))) for on in slices]
+        with_batch_size = [
+            replace(self, train=replace(self.train, batch_size=self.batch_size_on(tpu))) for tpu in slices
+        ]
         slices_by_key: dict[Any, list[int]] = {}
-        for i, on in enumerate(slices):
-            kind = on.chip.kind
-            key = on.devices, sized[i].train.batch_size, keeps_bfloat16(kind), has_flash(kind)
+        for i, tpu in enumerate(slices):
+            kind = tpu.chip.kind
+            key = tpu.devices, with_batch_size[i].train.batch_size, keeps_bfloat16(kind), has_flash(kind)
             slices_by_key.setdefault(key, []).append(i)
-        found: dict[int, PreflightReport] = {}
+        reports: dict[int, PreflightReport] = {}
         for group in slices_by_key.values():
-            one = sized[group[0]]
-            found |= one.compile_for({i: slices[i] for i in group})
-        return [found[i] for i in range(len(slices))]
+            reports |= with_batch_size[group[0]].compile_for({i: slices[i] for i in group})
+        return [reports[i] for i in range(len(slices))]
 
     def compile_for(self, slices: Mapping[int, Slice]) -> dict[int, PreflightReport]:
         """Compile all programs for numbered slices with equal traces; return a report for each, by its number.
 
         With `remat="auto"` a report is for the first policy with which all programs fit, or for the last.
         """
-        left = dict(slices)
-        found: dict[int, PreflightReport] = {}
+        remaining = dict(slices)
+        reports: dict[int, PreflightReport] = {}
         plan = self.plan(next(iter(slices.values())))
-        given = plan.config.remat
-        for remat in [given] if self.remat is None else list_policies(given):
+        remat_argument = plan.config.remat
+        for remat in [remat_argument] if self.remat is None else list_policies(remat_argument):
             tried = replace(plan, config=plan.config.with_remat(remat, plan.model.module))
-            found |= zip(left, self.compile_plan(tried, list(left.values())), strict=True)
-            left = {i: on for i, on in left.items() if not found[i].fits}
-            if not left:
+            reports |= zip(remaining, self.compile_plan(tried, list(remaining.values())), strict=True)
+            remaining = {i: tpu for i, tpu in remaining.items() if not reports[i].fits}
+            if not remaining:
                 break
-        return found
+        return reports
 
-    def plan(self, on: Slice) -> PreflightPlan:
+    def plan(self, tpu: Slice) -> PreflightPlan:
         """Plan the steps for a slice."""
-        plan = plan_of(self.engine, self.train, self.validation, on.devices, self.limit)
-        return replace(plan, kind=on.chip.kind)
+        plan = plan_of(self.engine, self.train, self.validation, tpu.devices, self.limit)
+        return replace(plan, kind=tpu.chip.kind)
 
     def compile_plan(self, plan: PreflightPlan, slices: Sequence[Slice]) -> list[PreflightReport]:
         """Trace the steps of a plan, and compile them; return a report for each slice.
@@ -100,15 +101,15 @@ class PreflightRun:
             traced = self.trace(plan, folder)
             return [
                 PreflightReport(
-                    on,
-                    self.compile(traced, folder, on),
+                    tpu,
+                    self.compile(traced, folder, tpu),
                     size,
                     config.precision,
                     config.steps_per_execution,
                     self.compiler,
                     config.remat,
                 )
-                for on in slices
+                for tpu in slices
             ]
 
     def trace(self, plan: PreflightPlan, folder: Path) -> dict[str, Any]:
@@ -127,46 +128,46 @@ class PreflightRun:
         traced: dict[str, Any] = json.loads((folder / TRACED).read_text())
         return traced
 
-    def compile(self, traced: Mapping[str, Any], folder: Path, on: Slice) -> list[CompiledProgram]:
+    def compile(self, traced: Mapping[str, Any], folder: Path, tpu: Slice) -> list[CompiledProgram]:
         """Compile some of the programs that `trace` has written to its folder."""
         job = {
-            "slice": on.name,
-            "topology": on.topology,
-            "chips_per_host_bounds": on.chips_per_host_bounds,
-            "cores": on.devices,
-            "flags": f"{FLAGS} {on.chip.flags}" if releases.sets_flags(self.compiler) else "",
-            "config": on.chip.config,
+            "slice": tpu.name,
+            "topology": tpu.topology,
+            "chips_per_host_bounds": tpu.chips_per_host_bounds,
+            "cores": tpu.devices,
+            "flags": f"{FLAGS} {tpu.chip.flags}" if releases.sets_flags(self.compiler) else "",
+            "config": tpu.chip.config,
             "programs": traced,
         }
         (folder / "job.json").write_text(json.dumps(job))
         script = str(Path(__file__).with_name("compiling.py"))
         command = ["-P", script, str(folder), str(folder / "job.json")]
         try:
-            run(command, f"compiling for {on.name}", self.timeout, self.verbose)
+            run(command, f"compiling for {tpu.name}", self.timeout, self.verbose)
         except PreflightError as error:
             if not self.compiler or releases.is_tested(self.compiler):
                 raise
             why = releases.explain_untested(self.compiler)
             cure = releases.command(self.compiler)
             raise PreflightError(f"{error}\nPerhaps because {why}. A tested version: {cure}") from None
-        found = []
+        programs = []
         for name, facts in traced.items():
-            compiled = json.loads((folder / f"{name}.{on.name}.json").read_text())
+            compiled = json.loads((folder / f"{name}.{tpu.name}.json").read_text())
             before = (folder / f"{name}.before.txt").read_text()
-            text = folder / f"{name}.{on.name}.txt"
+            text = folder / f"{name}.{tpu.name}.txt"
             after = text.read_text() if text.exists() else ""
             try:
-                found.append(analyse(facts, compiled, before, after, on))
+                programs.append(analyse(facts, compiled, before, after, tpu))
             except ValueError as error:
-                raise PreflightError(f"the compiler for {on.name} refuses the {facts['role']} step: {error}") from None
-        return found
+                raise PreflightError(f"the compiler for {tpu.name} refuses the {facts['role']} step: {error}") from None
+        return programs
 
-    def batch_size_on(self, on: Slice) -> int | str | None:
+    def batch_size_on(self, tpu: Slice) -> int | str | None:
         """Return the batch size on a slice, from the argument of `fit`."""
         size: int | str | None = self.train.batch_size
-        return self._largest(on) if size == "auto" else size
+        return self._find_largest_batch(tpu) if size == "auto" else size
 
-    def _largest(self, on: Slice) -> int:
+    def _find_largest_batch(self, tpu: Slice) -> int:
         """Find the largest batch size per core whose training step fits, by compiling it at several sizes.
 
         A compilation takes minutes and returns the bytes, from which the next size is computed.
@@ -180,12 +181,12 @@ class PreflightRun:
         size = DEFAULT_BATCH_SIZE
         while True:
             sized = replace(self, train=replace(train, batch_size=size), validation=ValidationData())
-            plan = sized.plan(on)
-            size = min(size, -(-plan.passes[0].groups[0][0].rows // on.devices))
+            plan = sized.plan(tpu)
+            size = min(size, -(-plan.passes[0].groups[0][0].rows // tpu.devices))
             if size in totals:  # all rows are in one batch, and it fits
                 return size
             one = replace(plan, passes=[replace(plan.passes[0], groups=plan.passes[0].groups[:1])])
-            step = sized.compile_plan(one, [on])[0].step
+            step = sized.compile_plan(one, [tpu])[0].step
             totals[size] = step.memory.total
             if step.fits:
                 largest = size
@@ -193,9 +194,9 @@ class PreflightRun:
                 smallest_too_large = size
             if smallest_too_large and (smallest_too_large <= largest * _CLOSE or smallest_too_large - largest <= 1):
                 break
-            size = _next_size(largest, smallest_too_large, totals, on)
+            size = _next_size(largest, smallest_too_large, totals, tpu)
         if not largest:
-            raise PreflightError(f"not even one row per core fits into a core of {on.name}: {step.warnings['memory']}")
+            raise PreflightError(f"not even one row per core fits into a core of {tpu.name}: {step.warnings['memory']}")
         return largest
 
 
@@ -211,11 +212,11 @@ def run_preflight(
     slices = [slice_of(name) for name in ([tpu] if isinstance(tpu, str) else tpu)]
     if not slices:
         raise ArgumentError("tpu must be the name of a slice, such as 'v5e-8', or several, got none")
-    one = preflight_run_of(engine, arguments)
-    for on in slices:
-        if on.chip.runtime not in ("", releases.runtime_of(one.compiler)):
-            raise PreflightError(releases.explain_unknown_chip(one.compiler, on.chip.name))
-    reports = one.reports(slices)
+    preflight_run = preflight_run_of(engine, arguments)
+    for each in slices:
+        if each.chip.runtime not in ("", releases.runtime_of(preflight_run.compiler)):
+            raise PreflightError(releases.explain_unknown_chip(preflight_run.compiler, each.chip.name))
+    reports = preflight_run.make_reports(slices)
     engine.log.predicted = reports[0].seconds
     return reports[0] if isinstance(tpu, str) else Comparison(reports)
 
@@ -228,13 +229,13 @@ def largest_batch(engine: Engine, train: TrainingData, cores: Cores, memory: int
     Raises:
         PreflightError: The step can't be traced or compiled, or not even one row fits.
     """
-    on = slice_with(hardware.chips(), cores.count, memory)
-    if on is None or releases.list_missing(releases.compiler()):
+    tpu = slice_with(hardware.chips(), cores.count, memory)
+    if tpu is None or releases.list_missing(releases.compiler()):
         return None
-    run = PreflightRun(
+    preflight_run = PreflightRun(
         engine, replace(train, batch_size="auto"), ValidationData(), None, 3600.0, True, check_compiler()
     )
-    size = run.batch_size_on(on)
+    size = preflight_run.batch_size_on(tpu)
     return None if isinstance(size, str) else size
 
 
@@ -310,7 +311,7 @@ def _fault(folder: Path) -> errors.TpufitError | None:
     return fault
 
 
-def _next_size(largest: int, too_large: int, totals: dict[int, int], on: Slice) -> int:
+def _next_size(largest: int, too_large: int, totals: dict[int, int], tpu: Slice) -> int:
     """Return the next batch size: where a line through two known sizes reaches the memory of a core."""
     if not too_large and len(totals) == 1:
         return largest * 4
@@ -319,7 +320,7 @@ def _next_size(largest: int, too_large: int, totals: dict[int, int], on: Slice) 
         (largest, too_large) if largest and too_large else (known[0], known[-1]) if len(known) > 1 else (0, too_large)
     )
     slope = (totals[b] - totals.get(a, 0)) / (b - a)
-    reaches = int(b + (on.chip.memory * 0.98 - totals[b]) / slope) if slope > 0 else 2 * b
+    reaches = int(b + (tpu.chip.memory * 0.98 - totals[b]) / slope) if slope > 0 else 2 * b
     if not largest:
         return max(1, min(too_large // 2, reaches))
     # At least 5 % from a bound: a wrong guess then ends the search, and a right guess moves a bound by this distance.

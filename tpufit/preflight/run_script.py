@@ -17,7 +17,7 @@ from typing import Any
 from ..callbacks import History
 from ..errors import PreflightError, join_few
 from ..utils.terminal import say
-from .copied_folder import FREE, copied_folder
+from .copied_folder import NOT_REDIRECTED, copied_folder
 
 
 class _NotTrained(dict[str, Any]):
@@ -118,7 +118,9 @@ def absolute_paths(source: str) -> list[str]:
     except SyntaxError:  # raised again when the script runs
         return []
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    paths = [text for text in texts if text.startswith("/") and "\0" not in text and not text.startswith(FREE)]
+    paths = [
+        text for text in texts if text.startswith("/") and "\0" not in text and not text.startswith(NOT_REDIRECTED)
+    ]
     return [p for p in dict.fromkeys(paths) if os.path.dirname(p) != "/" and os.access(os.path.dirname(p), os.W_OK)]
 
 

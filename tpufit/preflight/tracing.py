@@ -16,7 +16,7 @@ from ..errors import PreflightError, TpufitError
 from ..runtime import Recorded, Recorder, start_absent, tracing_for
 from ..step import Engine, FitOptions, StepRunner, join_groups
 from ..utils.strict import Strict
-from ..utils.user_code import raising_line
+from ..utils.user_code import find_raising_line
 from .layer_scopes import Scopes
 from .preflight_plan import FAULT, PLAN, TRACED, Batch, PlannedPass, PreflightPlan
 
@@ -130,7 +130,7 @@ def main(folder: Path) -> None:
         tracer.trace()
     except Exception as error:  # the user's code may raise any error
         is_ours = isinstance(error, TpufitError)
-        line = raising_line(error)
+        line = find_raising_line(error)
         words = str(error)
         message = words if is_ours else f"the steps can't be traced: {type(error).__name__}: {words}"
         at = f" (at {line})" if line and line not in words else ""

@@ -13,7 +13,7 @@ from .. import hosts
 from ..backend.cores import Cores, CoresArgument
 from ..errors import ArgumentError, CoresError, StartError
 from ..utils import hardware, releases
-from ..utils.user_code import users_line, warn
+from ..utils.user_code import find_user_line, warn
 from .driver import CoresRequest, driver
 from .forks import guard_forks, refuse_fork
 
@@ -75,7 +75,7 @@ def start(cores: CoresArgument, asked_by: str, eager: bool = False) -> Cores:
         raise type(_failed)(f"{_failed}\n{cure}") from _failed
     if not eager and _means_gpu():
         if request.count is None:
-            _settled = Cores(1, torch.cuda.current_device(), "CUDA", f"{asked_by} at {users_line()}")
+            _settled = Cores(1, torch.cuda.current_device(), "CUDA", f"{asked_by} at {find_user_line()}")
             _warn_of_other_gpus(_settled.index)
             return _settled
         if not releases.has_runtime():
@@ -92,7 +92,7 @@ def start(cores: CoresArgument, asked_by: str, eager: bool = False) -> Cores:
     guard_forks()
     if processes > 1:
         driver().connect_hosts(processes)
-    _settled = Cores(count, index, platform, f"{asked_by} at {users_line()}", processes)
+    _settled = Cores(count, index, platform, f"{asked_by} at {find_user_line()}", processes)
     return _settled
 
 

@@ -52,7 +52,7 @@ class Graph:
             sums. A body may return the same tensor twice.
         aliases: The state tensors that share memory afterwards.
         consumed: The state tensors whose old values the graph writes over.
-        facts: The values in the user's Python before it was traced, see `python_state.facts`.
+        facts: The values in the user's Python before it was traced, see `python_state.list_values`.
         operations: The number of operations that it computes; 0 if unknown.
         proven: True once a second trace has given the same graph.
         differed: The number of consecutive traces whose graph differed from the previous one.

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..utils.counters import note_line
 from ..utils.random import RNGState
 from ..utils.strict import LENIENT, Strict
-from ..utils.user_code import calling_lines
+from ..utils.user_code import find_calling_lines
 from . import device_counters
 from .driver import driver, on_device
 from .ops.dtypes import check_one_dtype
@@ -149,15 +149,15 @@ class Watch(TorchFunctionMode):
         return noting
 
     def _note_draw(self) -> None:
-        self.drew_at = self.drew_at or calling_lines()
+        self.drew_at = self.drew_at or find_calling_lines()
         self._draws_strict.refuse(
-            f"{self._step} draws a random number on the host at {calling_lines()}, so it can't be replayed, "
+            f"{self._step} draws a random number on the host at {find_calling_lines()}, so it can't be replayed, "
             "and may need a graph for each outcome. Draw it on the device (torch.rand(..., "
             "device=x.device) and torch.where), or in the data set"
         )
 
     def _note_read(self) -> None:
-        line = calling_lines()
+        line = find_calling_lines()
         note_line("read", line)
         self.read_at = self.read_at or line
         self._strict.refuse(
@@ -170,7 +170,7 @@ class Watch(TorchFunctionMode):
         operations = sorted(device_counters.fallback_counts() - before)
         for operation in operations:
             if operation not in (_READ_OPERATION, *self.fell_back):
-                line = self.fell_back[operation] = calling_lines()
+                line = self.fell_back[operation] = find_calling_lines()
                 note_line(operation, line)
                 self._strict.refuse(
                     f"{driver().name} has no {operation} for the device, which {self._step} calls at "

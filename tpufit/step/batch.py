@@ -14,8 +14,8 @@ from ..data.batches import (
     count_rows,
     describe_value,
     fields,
+    has_parts,
     is_flat,
-    is_row_of_parts,
     list_tensors,
     require_dense,
     unpack,
@@ -182,7 +182,7 @@ class BatchSender:
             return None
         if type(batch) is tuple and 2 <= len(batch) <= 3 and type(batch[1]) is Tensor:  # a shortcut for most batches
             return self._label_range(batch[1])
-        if is_row_of_parts(batch) and not 1 <= len(batch) <= 3:
+        if has_parts(batch) and not 1 <= len(batch) <= 3:
             return None
         x, y, _ = unpack(batch)
         return self._label_range(find_targets(x, y))

@@ -34,7 +34,7 @@ from ..runtime import (
     translate,
 )
 from ..utils.counters import Counts
-from ..utils.python_state import device_tensors, facts
+from ..utils.python_state import list_device_tensors, list_values
 from ..utils.random import draw_seed, step_seed
 from ..utils.strict import LENIENT, Strict
 from ..utils.user_code import warn
@@ -446,13 +446,13 @@ class Engine:
     def _python_state(self, role: Role, deep: bool) -> dict[str, Any]:
         """Return the numbers, strings and flags in the user's Python, by name; replayed steps don't read them."""
         weights = self.options.class_weight if role.learns else None
-        return facts(self._list_user_objects(role), deep) | (
+        return list_values(self._list_user_objects(role), deep) | (
             {} if weights is None else {"class_weight": weights.summary}
         )
 
     def _find_kept_tensors(self, role: Role) -> dict[str, Tensor]:
         """Return the tensors on the device in the user's Python, by name, without parameters and buffers."""
-        return device_tensors(self._list_user_objects(role))
+        return list_device_tensors(self._list_user_objects(role))
 
     def _list_user_objects(self, role: Role) -> dict[str, Any]:
         """Return the user's objects that a role's steps may read, by name."""

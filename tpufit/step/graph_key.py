@@ -36,7 +36,7 @@ class Guard:
     learning: tuple[bool, ...]  # `requires_grad` of each parameter
     parameters: tuple[int, ...]  # their `id`
     options: tuple[tuple[str, Any], ...]  # of the optimizers, see `list_constants`
-    python: tuple[tuple[str, Any], ...]  # of the user's objects, see `python_state.facts`
+    python: tuple[tuple[str, Any], ...]  # of the user's objects, see `python_state.list_values`
 
     @classmethod
     def of(cls, modules: Parts, optimizers: Iterable[Optimizer], python: dict[str, Any]) -> Guard:

@@ -36,7 +36,7 @@ from ..errors import (
 from ..losses import ClassWeight, LossByOutput
 from ..step import Engine
 from ..utils.strict import LENIENT, Strict
-from ..utils.user_code import users_line
+from ..utils.user_code import find_user_line
 from .last_batch import CHOICES
 from .validation import Validation, steps_between_validations
 
@@ -267,7 +267,7 @@ class Schedule:
             raise ArgumentError(
                 "strict=True checks graphs, and compile(run_eagerly=True) makes none: use one of the two"
             )
-        return Strict(users_line()) if self.strict else LENIENT
+        return Strict(find_user_line()) if self.strict else LENIENT
 
     def params(self, steps: int | None, accumulate_steps: int) -> dict[str, int | None]:
         """Return the schedule as callbacks get it, see `Callback.params`; `steps` is an epoch's number of batches."""

@@ -24,7 +24,7 @@ def require_vocabulary(module: nn.Module, *data: Any) -> None:
             named, others = count_tokens(module)
             # Other embeddings may not be for tokens, so an explicit vocab_size wins.
             sizes = [] if others and texts.vocab_size is not None else [*named, *others]
-            texts.require_known(max(sizes, default=None), type(module).__name__)
+            texts.require_vocabulary(max(sizes, default=None), type(module).__name__)
             positions = count_positions(module)
             if positions is not None and texts.longest > positions:
                 raise DataError(

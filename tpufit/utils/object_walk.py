@@ -1,6 +1,6 @@
 """`ObjectWalk`: visits the objects inside a value, each once, to a limited depth.
 
-`Kept` and `python_state` are two such walks. Each says what it yields for an object of a kind.
+`SavedAttributes` and `python_state` are two such walks. Each says what it yields for an object of a kind.
 """
 
 from abc import ABC, abstractmethod

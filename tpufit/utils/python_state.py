@@ -1,8 +1,8 @@
-"""`facts`: the values that the user's Python objects keep between two steps.
+"""`list_values`: the values that the user's Python objects keep between two steps.
 
 A replayed graph runs no Python. So a step that changes such a value can't be replayed, and a change between two steps
-needs another graph. An audit finds what no walk over objects can (see `audits`), but only the walk detects a counter
-that each step increments: during replays it doesn't change.
+needs another graph. An audit finds what no walk over objects can (see `replay_audits`), but only the walk detects a
+counter that each step increments: during replays it doesn't change.
 """
 
 import contextvars
@@ -26,11 +26,11 @@ from .list_attributes import attributes, closure, list_pytorch_attributes
 from .object_walk import Named, ObjectWalk
 
 # The limits of the walk: its depth; the number of objects; the items of a container (larger containers of plain values
-# give only a hash and their number); and the total number of facts, because a nest of lists may be a whole data set.
+# give only a hash and their number); and the total number of values, because a nest of lists may be a whole data set.
 _DEPTH = 4
 _OBJECTS = 100_000
 _ITEMS = 100
-_FACTS = 10_000
+_VALUES = 10_000
 
 # The prefixes of class attributes that Python creates, and never changes.
 _PYTHON_PREFIXES = ("__", "_is_protocol", "_is_runtime_protocol")
@@ -52,13 +52,13 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _OF_TORCH = "torch torch_geometric torch_xla torchao torchaudio torchdata torchmetrics torchtext torchtune torchvision"
 _FIXED_MODULES = frozenset(("tpufit", "numpy", "builtins", "typing", "abc", *_OF_TORCH.split()))
 
-# The objects that a walk visits instead of what `pickle` saves of them.
-_VISITED = (Mapping, list, tuple, deque, set, frozenset, types.GeneratorType)
+# Objects that the walk enters itself. Of other objects it takes what `pickle` would save.
+_ENTERED = (Mapping, list, tuple, deque, set, frozenset, types.GeneratorType)
 
 _Variables = dict[str, tuple[Mapping[str, Any], str]]
 
 
-def facts(objects: Mapping[str, Any], deep: bool = False) -> dict[str, Any]:
+def list_values(objects: Mapping[str, Any], deep: bool = False) -> dict[str, Any]:
     """List the values that some objects keep, by name, in a comparable and hashable form.
 
     Lists their attributes and the attributes of their classes and of a module's parts, through lists, dicts and the
@@ -74,33 +74,33 @@ def facts(objects: Mapping[str, Any], deep: bool = False) -> dict[str, Any]:
         ...     def __init__(self):
         ...         super().__init__()
         ...         self.scale, self.calls = {"alpha": 0.5}, [7]
-        >>> facts({"Net": Net()})
+        >>> list_values({"Net": Net()})
         {'Net.training': True, 'Net.scale': 1, "Net.scale['alpha']": 0.5, 'Net.calls': 1, 'Net.calls[0]': 7}
     """
     walk = _Walk(deep)
     found: dict[str, Any] = {}
     for name, value in objects.items():
-        found.update(itertools.islice(walk.walk(name, value, _DEPTH), _FACTS))
+        found.update(itertools.islice(walk.walk(name, value, _DEPTH), _VALUES))
     if deep:
         found.update({f"the context variable {v.name}": _comparable(x) for v, x in contextvars.copy_context().items()})
     return {name: value for name, value in found.items() if value is not _OTHER}
 
 
-def device_tensors(objects: Mapping[str, Any]) -> dict[str, Tensor]:
+def list_device_tensors(objects: Mapping[str, Any]) -> dict[str, Tensor]:
     """List the tensors on a device that some objects keep, by name, except parameters and buffers.
 
     Example:
-        >>> device_tensors({"Net": types.SimpleNamespace(hidden=torch.zeros(2, device="meta"))})
+        >>> list_device_tensors({"Net": types.SimpleNamespace(hidden=torch.zeros(2, device="meta"))})
         {'Net.hidden': tensor(..., device='meta', size=(2,))}
     """
     walk = _Walk(deep=True)
     for name, value in objects.items():
-        deque(itertools.islice(walk.walk(name, value, _DEPTH), _FACTS), maxlen=0)
+        deque(itertools.islice(walk.walk(name, value, _DEPTH), _VALUES), maxlen=0)
     return walk.tensors
 
 
 class _Walk(ObjectWalk):
-    """Lists the values that objects keep; `deep` as in `facts`.
+    """Lists the values that objects keep; `deep` as in `list_values`.
 
     Attributes:
         tensors: The visited device tensors by name, except parameters.
@@ -253,7 +253,7 @@ def _has_native_value(kind: type) -> bool:
 
     Functions and methods in C are left out: they are code.
     """
-    if issubclass(kind, _VISITED) or any("__call__" in vars(base) for base in kind.__mro__):
+    if issubclass(kind, _ENTERED) or any("__call__" in vars(base) for base in kind.__mro__):
         return False
     bases = [base for base in kind.__mro__ if base is not object and not _has_attributes(base)]
     return any(base.__module__.partition(".")[0] in sys.stdlib_module_names for base in bases)

@@ -4,7 +4,7 @@ import sys
 from traceback import walk_tb
 from types import FrameType
 
-from .user_code import is_users
+from .user_code import belongs_to_user
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -37,7 +37,7 @@ def _mark(frames: list[FrameType]) -> None:
                 hidden.f_locals["__tracebackhide__"] = True
             between = []
             inside = True
-        elif is_users(frame.f_code.co_filename):
+        elif belongs_to_user(frame.f_code.co_filename):
             between = []
             inside = False
         elif inside:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..checkup.checks import CHECKS, TPU_PROCESSES
-from ..checkup.facts import collect
+from ..checkup.facts import collect_facts
 from ..model import Model
 from .check import Figure, Setting
 from .nets import batch_size
@@ -15,7 +15,7 @@ from .nets import batch_size
 
 def doctor(setting: Setting) -> Iterator[Figure]:
     """Report the doctor's table without its trainings, which the other checks cover."""
-    facts = collect(train=False, timeout=0.0)
+    facts = collect_facts(train=False, timeout=0.0)
     rows = [row for check in CHECKS for row in check(facts)]
     yield Figure("errors", sum(row.status == "error" for row in rows), at_most=0)
     for row in rows:

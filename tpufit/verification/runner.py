@@ -126,7 +126,7 @@ class Runner:
         until = monotonic() + seconds
         (folder / STARTED).unlink(missing_ok=True)
         job = Job(part.__module__, part.__qualname__, process.cores, self._virtual, str(folder), str(self._kept), until)
-        command = ["-m", f"{__package__}.process", json.dumps(asdict(job))]
+        command = ["-m", f"{__package__}.check_process", json.dumps(asdict(job))]
         ended = children.run(command, what, seconds + _GRACE)
         if (folder / FAULT).exists():
             fault: str = json.loads((folder / FAULT).read_text())

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ...utils.user_code import is_users
+from ...utils.user_code import belongs_to_user
 
 # Longer lists and larger arrays (file names, whole data sets) are not hashed, only probed.
 _MANY = 100
@@ -89,7 +89,7 @@ def _get_source(value: FunctionType | type) -> str:
     """Return the source code, or "" if there is none or it is a library's."""
     try:
         file = inspect.getsourcefile(value) or ""
-        if not is_users(file):
+        if not belongs_to_user(file):
             return ""
         if getattr(value, "__name__", "") != "<lambda>":
             return inspect.getsource(value)

@@ -18,7 +18,7 @@ from ...utils.random import RNGState, step_seed
 from ...utils.user_code import warn
 from .fingerprint import fingerprint
 from .manifest import Manifest, plan_files
-from .schema import Field, check_same_form, flatten
+from .schema import Field, check_same_structure, flatten
 from .shards import write_shard
 
 _INTERVAL = 0.1  # seconds between two progress reports: a report per row would keep the parent of many workers busy
@@ -64,7 +64,7 @@ class Maker:
         for position, row in enumerate(span):
             copy, index = divmod(row, manifest.rows)
             structure, leaves = self.sample(index, copy)
-            check_same_form(manifest.structure, manifest.fields, structure, leaves, index)
+            check_same_structure(manifest.structure, manifest.fields, structure, leaves, index)
             for name, column in columns.items():
                 column[position] = leaves[name]
             if monotonic() - last_report > _INTERVAL:

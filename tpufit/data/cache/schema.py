@@ -90,27 +90,27 @@ def unflatten(structure: Any, leaves: Mapping[str, Any]) -> Any:
     return tuple(parts) if kind == "tuple" else parts
 
 
-def check_same_form(
+def check_same_structure(
     structure: Any, fields: Sequence[Field], other: Any, leaves: Mapping[str, Tensor], index: int
 ) -> None:
     """Check that a sample with this index has the structure, shapes and dtypes of the first sample.
 
     Raises:
-        DataError: They differ; the message names the sample, the field and both forms.
+        DataError: They differ; the message names the sample, the field and both.
     """
     if other != structure:
         names = {name: name for name in (*leaves, *(field.name for field in fields))}
-        forms = [unflatten(form, names) for form in (other, structure)]
-        raise DataError(f"sample {index} has the structure {forms[0]}, but sample 0 has {forms[1]}: all must be alike")
+        both = [unflatten(nest, names) for nest in (other, structure)]
+        raise DataError(f"sample {index} has the structure {both[0]}, but sample 0 has {both[1]}: all must be alike")
     for field in fields:
         leaf = leaves[field.name]
         if leaf.shape != field.shape or leaf.dtype != field.dtype:
-            both = f"{_form(leaf.dtype, leaf.shape)}, but of sample 0 {_form(field.dtype, field.shape)}"
+            got = f"{_describe(leaf.dtype, leaf.shape)}, but of sample 0 {_describe(field.dtype, field.shape)}"
             cure = "All need one shape and dtype: resize, crop or pad in `transform`"
-            raise DataError(f"{field.name} of sample {index} is {both}. {cure}")
+            raise DataError(f"{field.name} of sample {index} is {got}. {cure}")
 
 
-def _form(dtype: torch.dtype, shape: Sequence[int]) -> str:
+def _describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{dtype_name(dtype)} {tuple(shape)}"
 
 
