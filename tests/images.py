@@ -48,10 +48,10 @@ OF_THE_HOST = (
 ON_SEVERAL = ("flash", "last_batch", "predictions", "state")
 OF_TORCH = (
     *("accumulation", "augment", "averages", "callbacks_tracker_callback", "class_weight", "dropout", "ema", "flash"),
-    *("goldens", "group_numbers", "kernels", "last_batch", "linear_algebra", "losses", "losses_by_output"),
-    *("lowering", "masks", "metrics", "metrics_by_output", "named_schedules", "norms", "operations"),
-    *("optimizer_steps", "optimizers", "packing", "parameter_groups", "parity", "precision"),
-    *("recompute", "schedules", "sharding", "shared_counters", "uneven_rows"),
+    *("goldens", "graph_hash", "group_numbers", "kernels", "last_batch", "linear_algebra", "losses"),
+    *("losses_by_output", "masks", "metrics", "metrics_by_output", "named_schedules", "norms", "operation_count"),
+    *("optimizer_steps", "optimizers", "parameter_groups", "parity", "precision"),
+    *("recompute", "schedules", "sharding", "shared_counters", "uneven_rows", "weight_packing"),
 )
 
 

@@ -99,7 +99,7 @@ def test_times_of_a_step_on_torchtpu():
             assert agrees(host, medians[name]["host_ms_per_step"]), name
     beside = medians["long-torchtpu-beside"]
     *times, ratio = re.search(
-        r"took ([\d.]+) \(([\d.]+)\)\s+ms a step, and `fit` ([\d.]+) times", BENCHMARKS.read_text()
+        r"took ([\d.]+) \(([\d.]+)\)\s+ms per step, and `fit` ([\d.]+) times", BENCHMARKS.read_text()
     ).groups()
     assert all(map(agrees, times, [beside["own_replay_ms_per_step"], beside["own_replay_host_ms_per_step"]]))
     assert agrees(ratio, beside["to_own_replay"])

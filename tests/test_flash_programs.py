@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tpufit
-from tpufit.preflight.hlo import operations
+from tpufit.preflight.hlo import parse_operations
 from tpufit.preflight.tpu_slices import slice_of
 from tpufit.runtime import KernelWork
 
@@ -42,7 +42,7 @@ def flown(tpu, attention, cores, remat=None):
 
 def largest(report):
     """Return the number of elements of the largest array in a step."""
-    return max(math.prod(array.shape) for one, _ in operations(report.step.text) for array in one.arrays)
+    return max(math.prod(array.shape) for one, _ in parse_operations(report.step.text) for array in one.arrays)
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_a_kept_kernels_result_isnt_recomputed():
 
 
 def _works(report):
-    kernels = [one.kernel for one, _ in operations(report.step.text) if one.kernel is not None]
+    kernels = [one.kernel for one, _ in parse_operations(report.step.text) if one.kernel is not None]
     assert sorted(kernel.name for kernel in kernels) == sorted(KERNELS)
     return [kernel.operations for kernel in kernels]
 

@@ -26,9 +26,9 @@ from tpufit.data.user_data import recognize, recognize_held_out
 from tpufit.errors import ArgumentError, LabelError, NotCompiledError, PreflightError, UnknownNameError
 from tpufit.preflight import Comparison, PreflightReport
 from tpufit.preflight.analysis import Collective, CompiledProgram, Cost, Memory, analyse
-from tpufit.preflight.hlo import arguments_of, arrays_of, operations
+from tpufit.preflight.hlo import parse_arguments, parse_arrays, parse_operations
 from tpufit.preflight.pickling import pickle_training
-from tpufit.preflight.preflight_plan import plan_of
+from tpufit.preflight.preflight_plan import make_plan
 from tpufit.preflight.tpu_slices import slice_of
 from tpufit.trainer.fit_arguments import TrainingData, ValidationData
 
@@ -68,7 +68,7 @@ def made(kind=tpufit.Model, module=None, **compiling):
     ],
 )
 def test_the_type_of_an_array(text, shown, nbytes, padded):
-    (array,) = arrays_of(text)
+    (array,) = parse_arrays(text)
     assert (str(array), array.nbytes, array.padded) == (shown, nbytes, padded)
 
 
@@ -102,7 +102,7 @@ metadata={op_name="~forward|0|0~/~forward|0.act|1~/mul"}, backend_config={"estim
 
 
 def test_the_operations_of_a_program():
-    found = {operation.name: (operation, entry) for operation, entry in operations(PROGRAM)}
+    found = {operation.name: (operation, entry) for operation, entry in parse_operations(PROGRAM)}
     assert [name for name, (_, entry) in found.items() if entry] == ["p", "both", "ag", "done", "mine", "result"]
     both = found["both"][0]
     assert (both.kind, both.phase, both.layer, both.line) == ("fusion", "forward", "0.act", 1)  # the innermost scope
@@ -115,12 +115,12 @@ def test_the_operations_of_a_program():
 
 def test_an_operation_without_an_estimate_adds_no_cycles():
     line = f'  %a = f32[8] fusion(%p), backend_config={{"estimated_cycles":"{2**63 - 1}"}}'
-    assert [operation.cycles for operation, _ in operations(line)] == [0]
+    assert [operation.cycles for operation, _ in parse_operations(line)] == [0]
 
 
 def test_the_arguments_of_a_program():
-    assert [str(array) for array in arguments_of(PROGRAM)] == ["f32[100,10]", "s32[]", "bf16[3]", "f32[5000,2]"]
-    assert arguments_of("HloModule empty") == []
+    assert [str(array) for array in parse_arguments(PROGRAM)] == ["f32[100,10]", "s32[]", "bf16[3]", "f32[5000,2]"]
+    assert parse_arguments("HloModule empty") == []
 
 
 def argument(source="state", name="", nbytes=400, shape=(10, 10), axis=None):
@@ -144,7 +144,7 @@ FIGURES = {"memory": STATS, "flops": 2e6, "bytes": 1e4, "seconds": 1.5}
 def test_a_program_is_analysed():
     before = 'ENTRY %main {\n  %d = f32[8,8]{1,0} dot(%a, %b), metadata={op_name="~forward|0|1~/dot"}\n}\n'
     found = analyse(TRACED, FIGURES, before, PROGRAM, slice_of("v5e-8"))
-    padded = [array.padded for array in arguments_of(PROGRAM)]
+    padded = [array.padded for array in parse_arguments(PROGRAM)]
     assert found.fits and found.memory.parts == {
         **dict(zip(("weights", "optimizer", "batch", "other"), padded, strict=True)),
         **{"outputs": 100, "temporaries": 5000, "code": 70},
@@ -323,7 +323,7 @@ def groups(x=X, y=Y, cores=8, validation=None, limit=None, compiling=None, **tra
     held_out = dict(validation or {})
     if "data" in held_out:
         held_out["data"] = recognize_held_out(held_out["data"], "validation_data")
-    plan = plan_of(
+    plan = make_plan(
         engine_of(model), TrainingData(recognize(x, y), **arguments), ValidationData(**held_out), cores, limit
     )
     return [[[batch.rows for batch in group] for group in one.groups] for one in plan.passes]
@@ -379,7 +379,7 @@ def test_the_steps_of_a_fit(given, expected):
 
 
 def test_batches_have_only_the_range_of_their_labels():
-    plan = plan_of(engine_of(made()), TrainingData(recognize({"a": X}, Y), batch_size=4), ValidationData(), 8)
+    plan = make_plan(engine_of(made()), TrainingData(recognize({"a": X}, Y), batch_size=4), ValidationData(), 8)
     (batch,) = plan.passes[0].groups[0]
     x, y = batch.nest
     assert x["a"].is_meta and y.is_meta and (x["a"].shape, y.shape, y.dtype) == ((32, 6), (32,), torch.int64)
@@ -537,7 +537,7 @@ def test_an_object_that_cannot_be_pickled_is_named():
     model.log = None
     samples = Samples()
     samples.device_transform = partial(torch.add, threading.Lock())
-    plan = plan_of(engine_of(model), TrainingData(recognize(samples)), ValidationData(), 8)
+    plan = make_plan(engine_of(model), TrainingData(recognize(samples)), ValidationData(), 8)
     with pytest.raises(PreflightError, match=r": passes\.0\.transform is a partial, and"):
         pickle_training(plan, model, {})
 
@@ -697,7 +697,7 @@ def traced(model, limit=None, validation_split=0.0, **training):
     from tpufit.preflight.tracing import Tracer
 
     data = TrainingData(recognize(X, Y), batch_size=4, **training)
-    plan = plan_of(engine_of(model), data, ValidationData(validation_split), 8, limit)
+    plan = make_plan(engine_of(model), data, ValidationData(validation_split), 8, limit)
     state, _ = engine_of(model).state.tensors()
     tracer = Tracer(pickle.loads(pickle_training(plan, model, state.keys())))
     tracer.trace()
@@ -738,7 +738,7 @@ def test_a_preflight_doesnt_change_the_model(cores):
     flown, plain = (made(use_ema=True, optimizer=Lazy) for _ in range(2))
 
     def looked_at(model):
-        plan = plan_of(engine_of(model), TrainingData(recognize(X, Y), batch_size=4), ValidationData(0.2), 8)
+        plan = make_plan(engine_of(model), TrainingData(recognize(X, Y), batch_size=4), ValidationData(0.2), 8)
         state, _ = engine_of(model).state.tensors()
         twin = pickle.loads(pickle_training(plan, model, state.keys())).model
         assert all(tensor.is_meta for tensor in twin.module.parameters())

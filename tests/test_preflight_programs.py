@@ -17,7 +17,7 @@ import tpufit
 from tpufit.data.user_data import recognize
 from tpufit.preflight.analysis import analyse
 from tpufit.preflight.children import run
-from tpufit.preflight.hlo import operations, products_of
+from tpufit.preflight.hlo import find_products, parse_operations
 from tpufit.preflight.pickling import pickle_training
 from tpufit.preflight.preflight_plan import ENVIRON, PLAN, TRACED
 from tpufit.preflight.run_preflight import PreflightRun
@@ -178,7 +178,7 @@ def test_cores_exchange_only_sums(programs, name, on):
 def test_no_sum_gathers_rows(programs, name, on):
     """The compiler may also gather by sums, in which each core's rows are added to zeros."""
     for _, _, program in of(programs, name, on):
-        made = {o.name: o for o, _ in operations(program.text)}
+        made = {o.name: o for o, _ in parse_operations(program.text)}
         operands = re.findall(r" all-reduce(?:-start)?\(([^)]*)\)", program.text)
         added = [made[word.split("%")[-1]] for words in operands for word in words.split(", ")]
         assert len(added) >= 2 and not [o for o in added if "dynamic-update-slice" in o.name]
@@ -192,7 +192,7 @@ def test_no_sum_gathers_rows(programs, name, on):
 def test_each_core_draws_for_its_own_rows(programs, name, on):
     """A core derives its mask from the step's seed and the index: no number is drawn for all cores."""
     for _, _, program in of(programs, name, on):
-        made = [operation for operation, _ in operations(program.text)]
+        made = [operation for operation, _ in parse_operations(program.text)]
         mixes = bool(re.search(rf"u32\[\]\S* constant\({0x7FEB352D}\)", program.text))  # as its bits are
         assert mixes == (program.role == "train" and name != "convnet")
         assert "rng-bit-generator" not in {operation.kind for operation in made}
@@ -203,7 +203,7 @@ def test_each_core_draws_for_its_own_rows(programs, name, on):
 @every_slice
 def test_there_is_no_float64(programs, name, on):
     for _, before, program in of(programs, name, on):
-        found = [array for text in (before, program.text) for o, _ in operations(text) for array in o.arrays]
+        found = [array for text in (before, program.text) for o, _ in parse_operations(text) for array in o.arrays]
         assert len(found) > 100
         assert not {str(array) for array in found if array.dtype in ("f64", "c128")}
 
@@ -214,7 +214,7 @@ def test_only_64_bit_inputs_stay_in_64_bits(programs, name, on):
     labels = "s64[16]" if name != "transformer" else f"s64[16,{LENGTH}]"
     for role in ("train", "eval"):
         _, _, program = programs[name, on, role, WHOLE]
-        arrays = [(o.kind, a) for o, _ in operations(program.text) for a in o.arrays if a.dtype in ("s64", "u64")]
+        arrays = [(o.kind, a) for o, _ in parse_operations(program.text) for a in o.arrays if a.dtype in ("s64", "u64")]
         larger = {(kind, str(array)) for kind, array in arrays if array.nbytes > 8}
         assert larger == {("parameter", labels)}
 
@@ -247,7 +247,7 @@ def test_weights_of_convolutions_have_the_layout_of_their_use():
     x, y = torch.zeros(128, 3, 16, 16), torch.zeros(128, dtype=torch.long)
     program = model.preflight(x, y, 16, tpu="v5e-8", verbose=0).step
     shapes = (3, 3, 256, 256), (256, 256, 3, 3)
-    kinds = Counter(o.kind for o, _ in operations(program.text) for a in o.arrays if a.shape in shapes)
+    kinds = Counter(o.kind for o, _ in parse_operations(program.text) for a in o.arrays if a.shape in shapes)
     assert kinds["parameter"] >= 3  # the weight, and both states of its optimizer
     assert not kinds["copy"] and not kinds["transpose"], kinds
 
@@ -279,7 +279,7 @@ def test_queries_share_keys_and_blocks_share_a_mask():
     model.compile("adamw", "mse", precision="bf16")
     x, others = torch.zeros(32, 128, 64), torch.zeros(32, 160, 64)
     program = model.preflight((x, others), x, 4, tpu="v5e-8", verbose=0).step
-    kept = [a for o, own in operations(program.text) if own for a in o.arrays if o.kind != "get-tuple-element"]
+    kept = [a for o, own in parse_operations(program.text) if own for a in o.arrays if o.kind != "get-tuple-element"]
     scores, repeated, of_each_row = 4 * 8 * 128 * 160, 4 * 8 * 160 * 16, 4 * 128 * 160
     sizes = Counter((a.dtype, np.prod(a.shape, dtype=int)) for a in kept)
     assert sizes["f32", scores] or sizes["bf16", scores]
@@ -309,7 +309,7 @@ def test_no_mask_of_dropped_attention_is_stored(rows):
     model.compile("adamw", "mse", precision="bf16")
     x = torch.zeros(8 * rows, 256, 64)
     program = model.preflight(x, x, rows, tpu="v5e-8", verbose=0).step
-    kept = {a.dtype for o, own in operations(program.text) if own for a in o.arrays if _is_of_scores(a, rows)}
+    kept = {a.dtype for o, own in parse_operations(program.text) if own for a in o.arrays if _is_of_scores(a, rows)}
     assert kept == ({"bf16", "f32"} if rows == 4 else {"bf16"})
 
 
@@ -359,7 +359,7 @@ def test_a_mask_costs_little():
 def test_matrix_products_have_the_requested_precision(programs, name, on):
     expected = "bf16" if TRAININGS[name][-1] == "bf16" else "f32"
     for _, before, program in of(programs, name, on):
-        products = [multiplied for _, multiplied in products_of(o for o, _ in operations(before))]
+        products = [multiplied for _, multiplied in find_products(o for o, _ in parse_operations(before))]
         assert len(products) >= 3 and set(products) == {expected}
         assert "float32" not in program.warnings
 
@@ -456,7 +456,7 @@ def test_a_loops_body_counts_for_each_iteration(run_python, tmp_path):
         program = analyse(facts | {"arguments": arguments}, found, "", found["text"], slice_of("v5e-1"))
         assert (" while(" in program.text) == (name != "apart")
         costs[name] = program.cost
-        within[name] = max((one.cycles for one, entry in operations(program.text) if not entry), default=0)
+        within[name] = max((one.cycles for one, entry in parse_operations(program.text) if not entry), default=0)
     product = 2 * 512 * 256 * 256
     apart, looped, endless = costs.values()
     assert apart.flops == pytest.approx(15 * product, rel=0.01) and looped.flops == pytest.approx(apart.flops, rel=0.01)

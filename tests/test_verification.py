@@ -167,7 +167,7 @@ def wrong(figures):
 def test_an_error_of_the_doctor_is_detected(monkeypatch, tmp_path):
     row = Row("torch", "error", "2.7", "install 2.9")
     monkeypatch.setattr(device_start, "CHECKS", [*device_start.CHECKS, lambda facts: [row]])
-    found = list(device_start.doctor(Setting(None, tmp_path, tmp_path)))
+    found = list(device_start.run_doctor(Setting(None, tmp_path, tmp_path)))
     assert wrong(found) == ["errors"] and Figure("torch", "error: 2.7. install 2.9") in found
 
 
@@ -182,10 +182,10 @@ def test_a_training_that_learns_nothing_is_detected(cores, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("part", "seen"),
     [
-        pytest.param(numerics.conv, "fp32, highest", id="conv"),
-        pytest.param(numerics.lstm, "fp32, highest", id="lstm", marks=pytest.mark.soak),
-        pytest.param(numerics.gpt, "fp32, highest", id="gpt", marks=pytest.mark.soak),
-        pytest.param(numerics.attention, "losses of 5 steps, length 256", id="attention", marks=pytest.mark.soak),
+        pytest.param(numerics.check_conv, "fp32, highest", id="conv"),
+        pytest.param(numerics.check_lstm, "fp32, highest", id="lstm", marks=pytest.mark.soak),
+        pytest.param(numerics.check_gpt, "fp32, highest", id="gpt", marks=pytest.mark.soak),
+        pytest.param(numerics.check_attention, "losses of 5 steps, length 256", id="attention", marks=pytest.mark.soak),
     ],
 )
 def test_a_wrong_precision_is_detected(cores, tmp_path, monkeypatch, part, seen):
@@ -208,8 +208,8 @@ def imitated(x, weights, precision, setting):
 
 
 def test_a_tpus_precisions_pass(monkeypatch, tmp_path):
-    monkeypatch.setattr(numerics, "product", imitated)
-    assert wrong(numerics.precisions(Setting(None, tmp_path, tmp_path))) == []
+    monkeypatch.setattr(numerics, "multiply_on_device", imitated)
+    assert wrong(numerics.check_precisions(Setting(None, tmp_path, tmp_path))) == []
 
 
 def test_a_precision_without_effect_is_detected(monkeypatch, tmp_path):
@@ -219,8 +219,8 @@ def test_a_precision_without_effect_is_detected(monkeypatch, tmp_path):
         calls.append(precision)
         return imitated(x, weights, precision if len(calls) <= 3 else "default", setting)
 
-    monkeypatch.setattr(numerics, "product", found_again)
-    found = wrong(numerics.precisions(Setting(None, tmp_path, tmp_path)))
+    monkeypatch.setattr(numerics, "multiply_on_device", found_again)
+    found = wrong(numerics.check_precisions(Setting(None, tmp_path, tmp_path)))
     assert "highest, second time" in found and not [name for name in found if "first" in name]
 
 
@@ -301,7 +301,7 @@ def test_a_resumed_training_that_is_one_step_off_is_seen(cores, tmp_path, monkey
             model.train_on_batch(x[:8], y[:8])
 
     monkeypatch.setattr(tpufit.Model, "fit", one_more)
-    assert wrong(resumption.interrupted(here)) == ["steps more than uninterrupted", "tensors that differ"]
+    assert wrong(resumption.check_interrupt(here)) == ["steps more than uninterrupted", "tensors that differ"]
 
 
 @pytest.mark.cores(1, quick=False)
@@ -342,7 +342,7 @@ def test_a_slow_checkpoint_is_seen_on_a_tpu(cores, tmp_path, monkeypatch):
     monkeypatch.setattr(resumption, "_WIDTH", 64)
     for slow, seen in ((2.0, []), (11.0, ["checkpoint / copy"])):
         monkeypatch.setattr(resumption, "perf_counter", Clock(0.0, slow, 20.0, 21.0))
-        found = list(resumption.checkpoint(here))
+        found = list(resumption.measure_checkpoint(here))
         assert wrong(found) == seen and all(figure.on_tpu for figure in found if figure.bounded)
 
 
@@ -370,7 +370,7 @@ def test_numbers_that_change_on_their_way_are_seen(cores, tmp_path, monkeypatch)
 def test_a_profile_that_was_not_written_is_seen(cores, tmp_path, monkeypatch):
     without = partial(speed.TensorBoard, profile_batch=0)
     monkeypatch.setattr(speed, "TensorBoard", lambda folder, **options: without(folder))
-    assert wrong(speed.profile(setting(cores, tmp_path))) == ["profiles written"]
+    assert wrong(speed.check_profile(setting(cores, tmp_path))) == ["profiles written"]
 
 
 def test_the_slice_of_each_host_is_known(monkeypatch):

@@ -23,7 +23,7 @@ from typing import Any
 from engine import HERE, machine
 
 from tpufit.preflight.compiling import NO_HOST, compile_for, figures
-from tpufit.preflight.hlo import operations
+from tpufit.preflight.hlo import parse_operations
 from tpufit.preflight.loop_counts import Loops
 from tpufit.utils import releases
 
@@ -163,7 +163,7 @@ def step(loss_of: Callable[..., Any], weights: Any, means: Any, squares: Any, x:
 def cycles(program: str) -> int:
     """The estimated cycles of a program, those of a loop's body as often as it runs."""
     run_counts = Loops(program).run_counts
-    return sum(one.cycles * run_counts.get(one.computation, 1) for one, _ in operations(program))
+    return sum(one.cycles * run_counts.get(one.computation, 1) for one, _ in parse_operations(program))
 
 
 def compiled(net: Net) -> dict[str, float]:

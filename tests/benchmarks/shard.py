@@ -30,7 +30,7 @@ import tpufit
 from tpufit.preflight.analysis import analyse
 from tpufit.preflight.children import run
 from tpufit.preflight.compiling import NO_HOST
-from tpufit.preflight.hlo import arguments_of
+from tpufit.preflight.hlo import parse_arguments
 from tpufit.preflight.tpu_slices import slice_of
 
 NETWORK, SLICES = "GPT 4 x 512", ("v5e-8", "v6e-8")
@@ -114,7 +114,7 @@ def of_jax() -> dict[str, Any]:
             run([str(HERE / "jax_fsdp.py"), NETWORK, folder, name], f"JAX for {name}", 3600, False, NO_HOST)
             compiled = json.loads(Path(folder, f"jax.{name}.json").read_text())
             after = Path(folder, f"jax.{name}.txt").read_text()
-        arguments = [{"source": "state", "name": ""} for _ in arguments_of(after)]
+        arguments = [{"source": "state", "name": ""} for _ in parse_arguments(after)]
         facts = {"role": "train", "cause": "", "rows": 8 * TRAININGS[NETWORK].rows, "steps": 1, "lines": []}
         facts |= {"precision": "bf16", "remat": False, "arguments": arguments}
         found[name] = figures(analyse(facts, compiled, "", after, on))

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tpufit.preflight.hlo import COLLECTIVES, Operation, arrays_of, operations
+from tpufit.preflight.hlo import COLLECTIVES, Operation, parse_arrays, parse_operations
 
 _HEAD = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _TYPE = re.compile(r"[a-z]\w*\[[\d,]*\](?:\{[^{}]*\})?")
@@ -66,7 +66,7 @@ class Text:
                 name = head[2]
                 self.entry = name if head[1] else self.entry
                 self.parts[name] = []
-            for made, _ in operations(text):
+            for made, _ in parse_operations(text):
                 types = _TYPE.findall(text.partition(" = ")[2].partition(f" {made.kind}(")[0])
                 # For an asynchronous copy, the copy itself.
                 types = (
@@ -114,7 +114,7 @@ class Text:
             operands = [one.replace("S(1)", "") for one in line.types]
         sums: Counter[str] = Counter()
         for one in (*line.types, *operands):
-            sums["MB, fast" if "S(1)" in one else "MB, main"] += sum(array.nbytes for array in arrays_of(one))
+            sums["MB, fast" if "S(1)" in one else "MB, main"] += sum(array.nbytes for array in parse_arrays(one))
         return sums
 
     def of_indices(self) -> tuple[int, int]:
@@ -137,7 +137,7 @@ class Text:
         ends: dict[int, list[Counter[str]]] = {}
         for i, line in enumerate(lines):
             if source[line.made.name] == {line.made.name} and last.get(line.made.name, len(lines)) < len(lines) - 1:
-                arrays = [array for one in line.types if "S(" not in one for array in arrays_of(one)]
+                arrays = [array for one in line.types if "S(" not in one for array in parse_arrays(one)]
                 own = sum((Counter({str(array): array.padded}) for array in arrays), Counter[str]())
                 ends.setdefault(last[line.made.name], []).append(own)
                 live += own
@@ -169,7 +169,7 @@ def largest(text: Text, count: int) -> list[list[str]]:
         name, sums = re.search(r'op_name="([^"]*)"', line.text), text.nbytes(line)
         sums["1,000 cycles"] = line.made.cycles
         cells = [f"{sums[key] / unit:,.1f}" for key, unit in list(_UNITS.items())[1:]]
-        results = ", ".join(str(array) for one in line.types for array in arrays_of(one))
+        results = ", ".join(str(array) for one in line.types for array in parse_arrays(one))
         rows.append([line.made.name, text.kind(line), name[1].replace("|", " ") if name else "", *cells, results])
     return rows
 

@@ -11,7 +11,7 @@ from typing import Any
 from tpufit.preflight.analysis import CompiledProgram, analyse
 from tpufit.preflight.children import run
 from tpufit.preflight.compiling import NO_HOST, as_text
-from tpufit.preflight.hlo import arguments_of
+from tpufit.preflight.hlo import parse_arguments
 from tpufit.preflight.preflight_plan import ENVIRON, TRACED, PreflightPlan
 from tpufit.preflight.run_preflight import PreflightRun
 from tpufit.preflight.tpu_slices import Slice
@@ -54,7 +54,7 @@ class Keras(Peer):
         (folder / "0.before.txt").write_text(as_text((folder / "0.hlo").read_bytes()))
         after = (folder / f"0.{on.name}.txt").read_text()
         # The purpose of arguments is unknown: the figures don't distinguish them.
-        arguments = [{"source": "state", "name": ""} for _ in arguments_of(after)]
+        arguments = [{"source": "state", "name": ""} for _ in parse_arguments(after)]
         return [analyse(traced["0"] | {"arguments": arguments}, compiled, "", after, on)]
 
     def _run(self, folder: Path, *words: str) -> None:

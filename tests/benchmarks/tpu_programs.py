@@ -34,8 +34,8 @@ from transformers_networks import PAIRS
 import tpufit
 from tpufit.errors import TpufitError
 from tpufit.preflight.analysis import CompiledProgram
-from tpufit.preflight.hlo import operations
-from tpufit.preflight.run_preflight import PreflightRun, preflight_run_of
+from tpufit.preflight.hlo import parse_operations
+from tpufit.preflight.run_preflight import PreflightRun, make_preflight_run
 from tpufit.preflight.run_script import run_script
 from tpufit.preflight.tpu_slices import Slice, slice_of
 from tpufit.runtime import has_flash, keeps_bfloat16
@@ -195,7 +195,7 @@ def preflight_runs(network: str, contender: str) -> list[tuple[str, PreflightRun
         model = one.model(net)
         model.compile(one.optimizer(net), one.loss, metrics=one.metrics)
         arguments = dict(zip(("x", "y"), one.data, strict=False)) | {"batch_size": BATCH // CORES}
-        return [(network, preflight_run_of(model._engine, arguments | quiet))]
+        return [(network, make_preflight_run(model._engine, arguments | quiet))]
     if network in TRAININGS:
         training = TRAININGS[network]
         with torch.device("meta"):  # no program depends on the weights
@@ -206,7 +206,7 @@ def preflight_runs(network: str, contender: str) -> list[tuple[str, PreflightRun
             optimizer, training.loss, metrics=list(training.metrics), precision=training.precision, remat=training.remat
         )
         x, y = training.batch(CORES)
-        preflight_run = preflight_run_of(model._engine, {"x": x, "y": y, "batch_size": training.rows} | quiet)
+        preflight_run = make_preflight_run(model._engine, {"x": x, "y": y, "batch_size": training.rows} | quiet)
         return [
             (network, PEERS[contender](**vars(preflight_run), name=network) if contender in PEERS else preflight_run)
         ]
@@ -217,7 +217,7 @@ def preflight_runs(network: str, contender: str) -> list[tuple[str, PreflightRun
         """Ends a script, whose fit is known."""
 
     def keep(self: tpufit.Model, **arguments: Any) -> None:
-        found.append(preflight_run_of(self._engine, arguments | quiet))
+        found.append(make_preflight_run(self._engine, arguments | quiet))
         raise Kept
 
     tpufit.Model.preflight = keep  # type: ignore[method-assign]
@@ -250,7 +250,7 @@ def figures(program: CompiledProgram, before: str) -> dict[str, Any]:
     between: dict[str, Counter[str]] = {}
     for one in program.collectives:
         between.setdefault(one.kind, Counter()).update(count=one.count, bytes=one.nbytes)
-    wide = {o.name: str(a) for o, _ in operations(before) for a in o.arrays if a.dtype in WIDE and a.nbytes > 8}
+    wide = {o.name: str(a) for o, _ in parse_operations(before) for a in o.arrays if a.dtype in WIDE and a.nbytes > 8}
     return {
         "fits": program.fits,
         "rows": program.rows,

@@ -16,7 +16,7 @@ import tpufit
 from tpufit.data.user_data import recognize
 from tpufit.errors import PreflightError
 from tpufit.preflight.pickling import pickle_training
-from tpufit.preflight.preflight_plan import plan_of
+from tpufit.preflight.preflight_plan import make_plan
 from tpufit.trainer.fit_arguments import TrainingData, ValidationData
 
 pytestmark = pytest.mark.runtime("torch_xla")
@@ -372,7 +372,7 @@ def trace(model):
     """Trace the steps of a fit, as the process of a preflight does."""
     from tpufit.preflight.tracing import Tracer
 
-    plan = plan_of(engine_of(model), TrainingData(recognize(X, Y), batch_size=4), ValidationData(), 8)
+    plan = make_plan(engine_of(model), TrainingData(recognize(X, Y), batch_size=4), ValidationData(), 8)
     state, _ = engine_of(model).state.tensors()
     Tracer(pickle.loads(pickle_training(plan, model, state.keys()))).trace()
 
@@ -425,7 +425,7 @@ def test_an_error_in_a_step_has_its_line(cores, tmp_path):
     from tpufit.preflight import tracing
 
     model = user_model(Divides)
-    plan = plan_of(engine_of(model), TrainingData(recognize(X, Y), batch_size=4), ValidationData(), 8)
+    plan = make_plan(engine_of(model), TrainingData(recognize(X, Y), batch_size=4), ValidationData(), 8)
     (tmp_path / tracing.PLAN).write_bytes(pickle_training(plan, model, engine_of(model).state.tensors()[0].keys()))
     with pytest.raises(ZeroDivisionError):
         tracing.main(tmp_path)

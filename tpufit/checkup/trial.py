@@ -28,7 +28,7 @@ def run_trial(cores: int, timeout: float) -> Trial:
     if ended.status is None:
         return Trial(cores, failure=f"no answer within {timeout:g} s", status=None)
     if ended.status:
-        return Trial(cores, failure=children.explain_end(ended.status, ended.said), status=ended.status)
+        return Trial(cores, failure=children.explain_end(ended.status, ended.output), status=ended.status)
     # The runtime may write further lines after the result.
-    result = next(line for line in reversed(ended.said.splitlines()) if line.startswith("{"))
+    result = next(line for line in reversed(ended.output.splitlines()) if line.startswith("{"))
     return Trial(**json.loads(result))

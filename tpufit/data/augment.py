@@ -71,6 +71,7 @@ class RandomHorizontalFlip(_RandomFlip):
     Example:
         >>> RandomHorizontalFlip(p=1.0)(torch.arange(2.0).view(1, 1, 1, 2)).flatten().tolist()
         [1.0, 0.0]
+
     Source: `torchvision.transforms.v2.RandomHorizontalFlip`.
     """
 
@@ -89,6 +90,7 @@ class RandomVerticalFlip(_RandomFlip):
     Example:
         >>> RandomVerticalFlip(p=1.0)(torch.arange(2.0).view(1, 1, 2, 1)).flatten().tolist()
         [1.0, 0.0]
+
     Source: `torchvision.transforms.v2.RandomVerticalFlip`.
     """
 
@@ -104,6 +106,7 @@ class RandomCrop(Augmentation):
 
     Raises:
         ArgumentError: In the step, if the images are smaller than the crop.
+
     Example:
         >>> RandomCrop(4, padding=2)(torch.zeros(5, 3, 4, 4)).shape
         torch.Size([5, 3, 4, 4])
@@ -268,6 +271,7 @@ class RandomErasing(Augmentation):
 
     Raises:
         ArgumentError: `p` isn't from 0 to 1.
+
     Example:
         >>> bool((RandomErasing(p=1.0)(torch.ones(5, 3, 8, 8)) == 0).any())
         True
@@ -461,8 +465,8 @@ class CutMix(_Mixing):
 def _warp(x: Tensor, which: Tensor, share: Tensor) -> Tensor:
     """Shear, move or rotate the images with these operations, by a share of the maximum; outside is black."""
 
-    def of(name: str, most: float) -> Tensor:
-        return torch.where(which == OPERATIONS.index(name), share * most, 0.0).view(-1, 1, 1)
+    def amount(name: str, maximum: float) -> Tensor:
+        return torch.where(which == OPERATIONS.index(name), share * maximum, 0.0).view(-1, 1, 1)
 
     height, width = x.shape[-2:]
     row = torch.arange(height, device=x.device)[:, None]
@@ -470,12 +474,12 @@ def _warp(x: Tensor, which: Tensor, share: Tensor) -> Tensor:
     # Relative to the centre.
     y = row - (height - 1) / 2
     z = column - (width - 1) / 2
-    angle = of("rotate", math.pi / 6)
+    angle = amount("rotate", math.pi / 6)
     down = (height - 1) / 2 + angle.sin() * z + angle.cos() * y
     right = (width - 1) / 2 + angle.cos() * z - angle.sin() * y
     # Shears keep the top left corner, and moves are whole pixels.
-    down = down + of("shear_y", 0.3) * (column + 0.5) - of("translate_y", 150 / 331 * height).trunc()
-    right = right + of("shear_x", 0.3) * (row + 0.5) - of("translate_x", 150 / 331 * width).trunc()
+    down = down + amount("shear_y", 0.3) * (column + 0.5) - amount("translate_y", 150 / 331 * height).trunc()
+    right = right + amount("shear_x", 0.3) * (row + 0.5) - amount("translate_x", 150 / 331 * width).trunc()
     down = down.round()
     right = right.round()
     inside = (down >= 0) & (down < height) & (right >= 0) & (right < width)

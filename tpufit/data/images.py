@@ -74,7 +74,7 @@ def presize(
         ((3, 16, 16), 1)
     """
     source = ImageFolder(folder, _height_and_width(size))
-    cached = CachedDataset(source, cache_dir, version=f"{version}, files {_digest(source)}", **options)
+    cached = CachedDataset(source, cache_dir, version=f"{version}, files {_hash_files(source)}", **options)
     cached.warm_up(progress=progress)
     return cached
 
@@ -128,7 +128,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         mirror.pull()
         self.folder = mirror.path.absolute()
         self.size = None if size is None else _height_and_width(size)
-        self.classes, self.samples = _find(self.folder)
+        self.classes, self.samples = _find_samples(self.folder)
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
 
     def __len__(self) -> int:
@@ -136,7 +136,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]
-        pixels = np.asarray(_read(path, self.size))
+        pixels = np.asarray(_read_image(path, self.size))
         return torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C")), label
 
 
@@ -147,7 +147,7 @@ def _height_and_width(size: Any) -> tuple[int, int]:
     return sides
 
 
-def _digest(images: ImageFolder) -> str:
+def _hash_files(images: ImageFolder) -> str:
     """Hash the files' names and sizes, but not their times, which change when the folder is copied."""
     digest = hashlib.sha256()
     for path, label in images.samples:
@@ -156,7 +156,7 @@ def _digest(images: ImageFolder) -> str:
     return digest.hexdigest()[:16]
 
 
-def _find(folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
+def _find_samples(folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
     """Find the names of the classes, and the images with their labels."""
     entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
     classes = sorted(entry.name for entry in entries if entry.is_dir())
@@ -193,7 +193,7 @@ def _is_image(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).lower().endswith(SUFFIXES)
 
 
-def _read(path: str, size: tuple[int, int] | None) -> PIL.Image.Image:
+def _read_image(path: str, size: tuple[int, int] | None) -> PIL.Image.Image:
     """Read an image: upright, RGB, of the given size."""
     import PIL.Image
     import PIL.ImageOps

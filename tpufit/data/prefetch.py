@@ -24,8 +24,8 @@ from .inline_reader import BatchReader, ReadTimes, T, T_co, call_prepare
 _PATIENCE = 2.0  # seconds that close() waits for a thread that is inside the user's data
 # Seconds after which a wait is restarted: the system may deliver a signal to another thread, e.g. while a profiler or
 # debugger has stopped this one, and Python's handler then runs only when this thread wakes up.
-_LOOK = 0.1
-_SILENCE = 600  # the number of such waits without a batch before a warning
+_WAIT_SECONDS = 0.1
+_WAITS_BEFORE_WARNING = 600  # the number of such waits without a batch before a warning
 _NO_BATCH = object()
 
 
@@ -104,14 +104,14 @@ class Prefetcher(BatchReader[T_co]):
         waits = 0
         while True:
             with suppress(Empty):
-                return self._channel.ready.get(timeout=_LOOK)
+                return self._channel.ready.get(timeout=_WAIT_SECONDS)
             if turns.waited_for:  # perhaps by the data, if they call a model
                 with self.pausing():
                     turns.give_way()
             waits += 1
-            if waits == _SILENCE:
+            if waits == _WAITS_BEFORE_WARNING:
                 warn(
-                    f"the data have returned no batch for {_SILENCE * _LOOK:g} s; still waiting. If a worker may "
+                    f"the data have returned no batch for {waits * _WAIT_SECONDS:g} s; still waiting. If a worker may "
                     "hang, DataLoader(..., timeout=60) raises an error that names the worker",
                 )
 

@@ -196,10 +196,10 @@ class Stream:
         self._continues = steps is not None and not restart
         self.pace = Pace(source.in_memory, source.any_thread and not self._continues)
         self.keeps_draws = False
-        self._pads: tuple[int, int] | None = None  # the rows to pad a short batch to, and the ignored label
+        self._padding: tuple[int, int] | None = None  # the rows to pad a short batch to, and the ignored label
         self._nan = NaNWatch(name)
         self._log = PositionLog(source)
-        self._rest: Iterator[Any] | None = None  # of the pass that an epoch of `steps` left incomplete
+        self._unfinished: Iterator[Any] | None = None  # of the pass that an epoch of `steps` left incomplete
 
     @property
     def generators(self) -> Sequence[Generator]:
@@ -240,7 +240,7 @@ class Stream:
         if not self._nan.finished and self._source.in_memory:
             self._nan.check_arrays(self._source.rows())
         batches = batches if self._nan.finished else self._nan.check_batches(batches)
-        return batches if self._pads is None else (pad_batch(batch, *self._pads) for batch in batches)
+        return batches if self._padding is None else (pad_batch(batch, *self._padding) for batch in batches)
 
     def track_objects(self) -> None:
         """Record from now on the state of the user's objects that read the data: counters, random generators, ..."""
@@ -268,8 +268,8 @@ class Stream:
         """
         sizes = self._source.sizes()
         steps = self._source.steps()
-        if self._pads is not None:
-            return self._pads[0], 0
+        if self._padding is not None:
+            return self._padding[0], 0
         if sizes is None or self._limit is None or steps is None or (self._continues and self._limit % steps):
             return sizes
         return sizes if self._limit >= steps else (sizes[0], 0)
@@ -277,7 +277,7 @@ class Stream:
     def pad(self, label: int) -> None:
         """Pad a short last batch with rows of an ignored label, see `pad_batch`. `sizes` must be known."""
         whole, _ = self.sizes() or (0, 0)
-        self._pads = whole, label
+        self._padding = whole, label
 
     def drop_short(self) -> None:
         """Drop the short last batch of each epoch. `sizes` must be known.
@@ -366,7 +366,7 @@ class Stream:
             self._log.restore_objects(position.kept)
             for generator, given in zip(self.generators, state.get("generators", []), strict=False):
                 generator.set_state(state_from_hex(given))
-        self._rest = None
+        self._unfinished = None
         if position.own is not None:
             self._source.load_state_dict(position.own)
         return position.batches
@@ -405,12 +405,12 @@ class Stream:
         assert self._limit is not None
         before = position.batches
         for begin in (position, Position(before, position.number + 1)):
-            begins = self._rest is None and not begin.offset
-            self._rest = self._rest or self._log.read(begin, self.keeps_draws)
-            yield from islice(self._rest, self._limit - before)
+            begins = self._unfinished is None and not begin.offset
+            self._unfinished = self._unfinished or self._log.read(begin, self.keeps_draws)
+            yield from islice(self._unfinished, self._limit - before)
             if self._log.last.batches:
                 break
-            self._rest = None
+            self._unfinished = None
             if begins:
                 raise DataError(
                     f"{self._name} yielded no batches for this epoch, and can't be read again. Pass fewer epochs or "

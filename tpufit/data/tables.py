@@ -33,7 +33,7 @@ def table_to_array(data: Any) -> NDArray[Any]:
             array = columns[0] if array.ndim == 1 else np.column_stack(columns)
     for number, column in enumerate(columns):
         for row in np.flatnonzero(_is_missing(column))[:1]:
-            names = [getattr(data, "name", None) or None] if array.ndim == 1 else _names(data)
+            names = [getattr(data, "name", None) or None] if array.ndim == 1 else _list_column_names(data)
             which = f"a {type(data).__name__}" if names in ([], [None]) else f"column {names[number]!r}"
             raise DataError(
                 f"{which} must hold numbers, but row {row} has {column[row : row + 1].tolist()[0]!r}. Fill missing "
@@ -58,6 +58,6 @@ def _unify_type(column: NDArray[Any]) -> NDArray[Any]:
         return column
 
 
-def _names(table: Any) -> list[Any]:
+def _list_column_names(table: Any) -> list[Any]:
     names = getattr(table, "column_names", None)  # pyarrow's; pandas and polars have `columns`
     return list(getattr(table, "columns", ()) if names is None else names)

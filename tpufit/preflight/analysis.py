@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import join_few, say_count
-from ..utils.out_of_memory import remedies, shortage
+from ..utils.out_of_memory import list_remedies, parse_shortage
 from ..utils.text import parse_bytes, size
-from .hlo import COLLECTIVES, Array, Operation, arguments_of, operations, products_of, scopes_of
+from .hlo import COLLECTIVES, Array, Operation, find_products, parse_arguments, parse_operations, parse_scopes
 from .loop_counts import Loops
 from .tpu_slices import Slice
 
@@ -183,9 +183,9 @@ def analyse(
         memory = Memory(**arguments, temporaries=temporaries, needed=used[0])
         message = explain_too_large(error, tpu, arguments["weights"] + arguments["optimizer"], traced)
         return CompiledProgram(**plain, fits=False, memory=memory, warnings={"memory": message}, text=error)
-    compiled_operations = list(operations(after))
+    compiled_operations = list(parse_operations(after))
     loops = Loops(after)
-    layouts = arguments_of(after)
+    layouts = parse_arguments(after)
     stats = compiled["memory"]
     memory = Memory(
         **_sum_arguments(traced, [array.padded for array in layouts]),
@@ -224,7 +224,7 @@ def analyse(
         layers=dict(layers.most_common()),
         collectives=collectives,
         warnings=_warn_of_gathers(collectives)
-        | _warn_of_dtypes([operation for operation, _ in operations(before)], traced)
+        | _warn_of_dtypes([operation for operation, _ in parse_operations(before)], traced)
         | _warn_of_padding(traced, compiled_operations, layouts),
         text=after,
     )
@@ -248,7 +248,7 @@ def explain_too_large(error: str, tpu: Slice, state: int, traced: Mapping[str, A
     for nbytes, operator, shape in _ALLOCATION.findall(error):
         array = shape.partition("{")[0]
         groups[array] += parse_bytes(nbytes)
-        scopes = scopes_of(operator)
+        scopes = parse_scopes(operator)
         places.setdefault(array, []).append(scopes[-1][1] if scopes else "the step")
     single = _ONE_TOO_LARGE.search(error)
     most = [f"{single[1]} alone"] if single else []
@@ -259,7 +259,11 @@ def explain_too_large(error: str, tpu: Slice, state: int, traced: Mapping[str, A
     rows = -(-traced["rows"] // traced["steps"] // tpu.devices)
     split = any(one["source"] == "state" and one["axis"] is not None for one in traced["arguments"])
     training = traced["role"] == "train"
-    cures = remedies(state, needed, rows, tpu.devices, split, traced["remat"]) if training else ["a smaller batch_size"]
+    cures = (
+        list_remedies(state, needed, rows, tpu.devices, split, traced["remat"])
+        if training
+        else ["a smaller batch_size"]
+    )
     if state > available:
         # Fewer rows don't help.
         cures = cures[: not split and tpu.devices > 1]
@@ -276,8 +280,8 @@ def explain_too_large(error: str, tpu: Slice, state: int, traced: Mapping[str, A
 
 def _parse_memory(error: str) -> tuple[int, int] | None:
     """Return the needed and the available bytes from the compiler's error; None for an error of another kind."""
-    found = shortage(error)
-    return (parse_bytes(found.needs), parse_bytes(found.has)) if found.needs else None
+    found = parse_shortage(error)
+    return (parse_bytes(found.needed), parse_bytes(found.available)) if found.needed else None
 
 
 def _sum_arguments(traced: Mapping[str, Any], nbytes: Sequence[int]) -> dict[str, int]:
@@ -381,7 +385,7 @@ def _warn_of_dtypes(traced_operations: Sequence[Operation], traced: Mapping[str,
     """Warn of float32 products in a bfloat16 precision, and of types that a TPU emulates."""
     found: dict[str, str] = {}
     lines = traced["lines"]
-    products = [o for o, multiplied in products_of(traced_operations) if multiplied == "f32"]
+    products = [o for o, multiplied in find_products(traced_operations) if multiplied == "f32"]
     if traced["precision"] != "fp32" and products:
         places = Counter(describe_place(o.layer, o.line, lines) for o in products)
         most = ", ".join(place for place, _ in places.most_common(3))

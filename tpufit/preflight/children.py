@@ -22,18 +22,18 @@ def run(
     if ended.status is None:
         raise PreflightError(f"{what} took longer than {seconds:g} s, and was stopped. Pass a larger timeout")
     if ended.status:
-        raise PreflightError(f"{what} failed: {_reason(ended.status, ended.said)}")
+        raise PreflightError(f"{what} failed: {_explain_end(ended.status, ended.output)}")
 
 
-def _reason(status: int, said: str) -> str:
+def _explain_end(status: int, output: str) -> str:
     """Explain the end of a process by its exit status and its output."""
-    if "buffer is null" in said:  # the program read a placeholder, and torch_xla aborted the process
-        place = _users_place(said.splitlines())
+    if "buffer is null" in output:  # the program read a placeholder, and torch_xla aborted the process
+        place = _find_user_place(output.splitlines())
         return f"the step reads a value from the device, or runs an operation on the host{place}"
-    return children.explain_end(status, said)
+    return children.explain_end(status, output)
 
 
-def _users_place(lines: Sequence[str]) -> str:
+def _find_user_place(lines: Sequence[str]) -> str:
     """Return the innermost line of user code in the stack that Python writes when a signal ends the process."""
     frames = [line.strip() for line in lines if line.startswith('  File "')]
     for frame in frames:

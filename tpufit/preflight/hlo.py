@@ -1,4 +1,4 @@
-"""`operations`: parses the text of an XLA program.
+"""`parse_operations`: parses the text of an XLA program.
 
 A line is `%name = type operation(operands), attributes, metadata={op_name="..."}, backend_config={...}`. A type such as
 `f32[128,10]{1,0:T(8,128)}` has a layout with tiles, to which the dimensions are padded.
@@ -57,11 +57,11 @@ class Operation:
         return sum(array.nbytes for array in self.arrays)
 
 
-def arrays_of(text: str) -> list[Array]:
+def parse_arrays(text: str) -> list[Array]:
     """Read the array types in a text.
 
     Example:
-        >>> (array,) = arrays_of("f32[100,10]{1,0:T(8,128)}")
+        >>> (array,) = parse_arrays("f32[100,10]{1,0:T(8,128)}")
         >>> str(array), array.nbytes, array.padded
         ('f32[100,10]', 4000, 53248)
     """
@@ -80,7 +80,7 @@ def arrays_of(text: str) -> list[Array]:
     return arrays
 
 
-def operations(text: str) -> Iterator[tuple[Operation, bool]]:
+def parse_operations(text: str) -> Iterator[tuple[Operation, bool]]:
     """Read the operations of a program, each with True if it belongs to the entry computation."""
     entry = False
     computation = ""
@@ -90,9 +90,9 @@ def operations(text: str) -> Iterator[tuple[Operation, bool]]:
             begins = _COMPUTATION.match(line)
             entry, computation = (bool(begins[1]), begins[2]) if begins else (entry, computation)
             continue
-        end = end_of_type(line, start.end())
+        end = find_end_of_type(line, start.end())
         kind, _, rest = line[end + 1 :].partition("(")
-        scopes = scopes_of(rest)
+        scopes = parse_scopes(rest)
         phase, layer, index = scopes[-1] if scopes else ("", "", None)
         estimate = re.search(r'"estimated_cycles":"(\d+)"', rest)
         cycles = int(estimate[1]) if estimate else 0
@@ -101,7 +101,7 @@ def operations(text: str) -> Iterator[tuple[Operation, bool]]:
             Operation(
                 name=start[1],
                 kind=kind.strip(),
-                arrays=tuple(arrays_of(line[start.end() : end])),
+                arrays=tuple(parse_arrays(line[start.end() : end])),
                 phase=phase,
                 layer=layer,
                 line=None if index is None else int(index),
@@ -115,7 +115,7 @@ def operations(text: str) -> Iterator[tuple[Operation, bool]]:
         )
 
 
-def products_of(traced: Iterable[Operation]) -> list[tuple[Operation, str]]:
+def find_products(traced: Iterable[Operation]) -> list[tuple[Operation, str]]:
     """Return the matrix products of a traced program, each with the dtype of its factors.
 
     For factors that were widened for the product, so that its sums aren't rounded, it is the dtype before widening, in
@@ -125,34 +125,36 @@ def products_of(traced: Iterable[Operation]) -> list[tuple[Operation, str]]:
     products = []
     for operation in by_name.values():
         if operation.kind in ("dot", "convolution"):
-            dtypes = {_dtype_before_widening(by_name[name], by_name) for name in operation.operands if name in by_name}
+            dtypes = {
+                _find_dtype_before_widening(by_name[name], by_name) for name in operation.operands if name in by_name
+            }
             products.append((operation, dtypes.pop() if len(dtypes) == 1 else operation.arrays[0].dtype))
     return products
 
 
-def _dtype_before_widening(operation: Operation, by_name: dict[str, Operation]) -> str:
+def _find_dtype_before_widening(operation: Operation, by_name: dict[str, Operation]) -> str:
     source = by_name[operation.operands[0]] if operation.kind == "convert" else operation
     return min(source, operation, key=lambda candidate: candidate.arrays[0].nbytes).arrays[0].dtype
 
 
-def scopes_of(text: str) -> list[tuple[str, str, str]]:
+def parse_scopes(text: str) -> list[tuple[str, str, str]]:
     """Return the scopes in a text, the innermost last: phase, layer, and the index of a line. `Scopes` writes them."""
     found: list[tuple[str, str, str]] = _SCOPE.findall(text)
     return found
 
 
-def arguments_of(text: str) -> list[Array]:
+def parse_arguments(text: str) -> list[Array]:
     """Read the types of a program's arguments, with their layouts."""
     head = text.partition("\n")[0].partition("entry_computation_layout={(")[2]
     depth = 1
     for end, letter in enumerate(head):
         depth += (letter == "(") - (letter == ")")
         if not depth:
-            return arrays_of(head[:end])
+            return parse_arrays(head[:end])
     return []
 
 
-def end_of_type(line: str, start: int) -> int:
+def find_end_of_type(line: str, start: int) -> int:
     """Return the index of the space after a type, which may be a tuple of types."""
     depth = 0
     for i in range(start, len(line)):

@@ -1,6 +1,6 @@
 """`Scopes`: names the operations of a traced step by the user's layer and line.
 
-So a report says which layer takes the time, and which line makes the cores communicate.
+A report can therefore say which layer takes the time, and which line makes the cores communicate.
 
 torch_xla writes the scope of a traced operation into the program, and XLA preserves it. tpufit's scopes have the form
 `~phase|layer|line~`; the innermost scope counts. (XLA drops what follows an `@`.)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .hlo import end_of_type
+from .hlo import find_end_of_type
 
 _BEGINS = re.compile(r"^(?:ENTRY )?%?(\S+) \(.*\{$")
 _LINE = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*)")
@@ -43,7 +43,7 @@ class _Instruction:
 
     @classmethod
     def of(cls, text: str) -> _Instruction:
-        end = end_of_type(text, 0)
+        end = find_end_of_type(text, 0)
         kind, _, rest = text[end + 1 :].partition("(")
         operands, _, rest = rest.partition(")")
         # The operand of a constant is its value, and of a parameter its position.

@@ -67,7 +67,7 @@ class PreflightPlan:
     kind: str = "TPU"  # see `TPU.kind`; by default any TPU
 
 
-def plan_of(
+def make_plan(
     engine: Engine, train: TrainingData, validation: ValidationData, cores: int, limit: int | float | None = None
 ) -> PreflightPlan:
     """Plan the steps of a `fit` on a number of cores. Only one core's first batch is read from the data.
@@ -83,13 +83,17 @@ def plan_of(
     train, validation = validation.split_off(train)
     class_weight = train.make_class_weight(engine)
     joined = engine.config.steps_per_execution if isinstance(engine.config.steps_per_execution, int) else 1
-    how = {"batch_size": train.batch_size, "steps": train.steps_per_epoch}
-    data = _Data(train.data, how, cores, limit)
-    passes = [_pass(engine, "train", data, joined, train.last_batch)]
+    arguments = {"batch_size": train.batch_size, "steps": train.steps_per_epoch}
+    data = _Data(train.data, arguments, cores, limit)
+    passes = [_plan_pass(engine, "train", data, joined, train.last_batch)]
     if validation.data is not None:
-        how = {"batch_size": validation.choose_batch_size(train.batch_size), "steps": validation.steps, "restart": True}
-        held_out = _Data(validation.data, how, cores, limit if validation.limit is None else validation.limit)
-        passes.append(_pass(engine, "eval", held_out, joined, train.last_batch))
+        arguments = {
+            "batch_size": validation.choose_batch_size(train.batch_size),
+            "steps": validation.steps,
+            "restart": True,
+        }
+        held_out = _Data(validation.data, arguments, cores, limit if validation.limit is None else validation.limit)
+        passes.append(_plan_pass(engine, "eval", held_out, joined, train.last_batch))
     return PreflightPlan(engine.model, engine.config, class_weight, passes, cores)
 
 
@@ -98,12 +102,12 @@ class _Data:
     """The data of a pass, the arguments of `stream`, cores, and `limit` of `fit`."""
 
     data: UserData
-    how: dict[str, Any]
+    arguments: dict[str, Any]
     cores: int
     limit: int | float | None
 
     def stream(self, cores: int) -> Stream:
-        return make_stream(self.data, cores=cores, **self.how)
+        return make_stream(self.data, cores=cores, **self.arguments)
 
     def read_first(self) -> Any:
         """Read the first batch of one core, independent of the user's epochs."""
@@ -123,7 +127,7 @@ class _Data:
         return batch
 
 
-def _pass(engine: Engine, role: str, given: _Data, joined: int, last_batch: str) -> PlannedPass:
+def _plan_pass(engine: Engine, role: str, given: _Data, joined: int, last_batch: str) -> PlannedPass:
     first = given.read_first()
     data = given.stream(given.cores)
     if given.limit is not None:
@@ -137,10 +141,10 @@ def _pass(engine: Engine, role: str, given: _Data, joined: int, last_batch: str)
         x, y, _ = unpack(first)
         labels = engine.config.loss.label_range(find_targets(x, y))
     whole, last = data.sizes() or (count_rows(tree_leaves(first)) * (1 if data.is_global else given.cores), 0)
-    batch = _of_size(first, labels, whole)
+    batch = _resize(first, labels, whole)
     steps = data.steps
     anywhere = (
-        "restart" not in given.how and given.how["steps"] is not None
+        "restart" not in given.arguments and given.arguments["steps"] is not None
     )  # an epoch may continue in the middle of the data
     if steps is not None and last and not anywhere:
         steps -= 1
@@ -148,11 +152,11 @@ def _pass(engine: Engine, role: str, given: _Data, joined: int, last_batch: str)
     if joined > 1 and (steps is None or steps % joined or (last and anywhere)):
         groups.append([batch])
     if last:
-        groups.append([_of_size(first, labels, last)])
+        groups.append([_resize(first, labels, last)])
     return PlannedPass(role, data.device_transform, groups)
 
 
-def _of_size(first: Any, labels: Any, rows: int) -> Batch:
+def _resize(first: Any, labels: Any, rows: int) -> Batch:
     def sized(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf

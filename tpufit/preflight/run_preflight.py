@@ -26,7 +26,7 @@ from .analysis import CompiledProgram, analyse
 from .children import run
 from .compiling import FLAGS
 from .pickling import pickle_training
-from .preflight_plan import ENVIRON, FAULT, PLAN, TRACED, PreflightPlan, plan_of
+from .preflight_plan import ENVIRON, FAULT, PLAN, TRACED, PreflightPlan, make_plan
 from .report import Comparison, PreflightReport
 from .tpu_slices import Slice, slice_of, slice_with
 
@@ -84,7 +84,7 @@ class PreflightRun:
 
     def plan(self, tpu: Slice) -> PreflightPlan:
         """Plan the steps for a slice."""
-        plan = plan_of(self.engine, self.train, self.validation, tpu.devices, self.limit)
+        plan = make_plan(self.engine, self.train, self.validation, tpu.devices, self.limit)
         return replace(plan, kind=tpu.chip.kind)
 
     def compile_plan(self, plan: PreflightPlan, slices: Sequence[Slice]) -> list[PreflightReport]:
@@ -212,7 +212,7 @@ def run_preflight(
     slices = [slice_of(name) for name in ([tpu] if isinstance(tpu, str) else tpu)]
     if not slices:
         raise ArgumentError("tpu must be the name of a slice, such as 'v5e-8', or several, got none")
-    preflight_run = preflight_run_of(engine, arguments)
+    preflight_run = make_preflight_run(engine, arguments)
     for each in slices:
         if each.chip.runtime not in ("", releases.runtime_of(preflight_run.compiler)):
             raise PreflightError(releases.explain_unknown_chip(preflight_run.compiler, each.chip.name))
@@ -239,7 +239,7 @@ def largest_batch(engine: Engine, train: TrainingData, cores: Cores, memory: int
     return None if isinstance(size, str) else size
 
 
-def preflight_run_of(engine: Engine, arguments: Mapping[str, Any]) -> PreflightRun:
+def make_preflight_run(engine: Engine, arguments: Mapping[str, Any]) -> PreflightRun:
     """Create a run from the arguments of `Model.preflight` except `tpu`.
 
     Raises:

@@ -32,7 +32,7 @@ class _NotTrained(dict[str, Any]):
 
 
 def run_script(
-    path: Path, words: Sequence[str], model: type, options: dict[str, Any], told: Callable[[Any], None]
+    path: Path, words: Sequence[str], model: type, options: dict[str, Any], on_report: Callable[[Any], None]
 ) -> list[Any]:
     """Run a script, and compile each `fit` for a TPU instead of running it.
 
@@ -46,7 +46,7 @@ def run_script(
         words: Its command-line arguments.
         model: The class whose methods are replaced.
         options: Further arguments of `Model.preflight`.
-        told: Called with each report as soon as it is complete.
+        on_report: Called with each report as soon as it is complete.
 
     Returns:
         The reports, one for each `fit`.
@@ -63,7 +63,7 @@ def run_script(
         bound.apply_defaults()
         arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
         reports.append(self.preflight(**arguments | options))
-        told(reports[-1])
+        on_report(reports[-1])
         history = History()
         epochs = max(1, (bound.arguments["epochs"] or 1) - bound.arguments["initial_epoch"])
         for epoch in range(epochs):
@@ -82,7 +82,7 @@ def run_script(
 
     os.environ["PJRT_DEVICE"] = "CPU"  # the script's own computations must not use a TPU
     say(f"{path.name} runs in a copy of its folder, which is deleted afterwards with all files that it writes")
-    named = absolute_paths(path.read_text(errors="replace"))
+    named = find_absolute_paths(path.read_text(errors="replace"))
     if named:
         say(
             f"{path.name} names {join_few(named)}: files that Python's own functions write there are deleted too, but "
@@ -100,17 +100,17 @@ def run_script(
         except Exception as error:
             if not reports or isinstance(error, PreflightError):
                 raise
-            _tell(path, error)
+            _print_error(path, error)
     if not reports:
         raise PreflightError(f"{path} hasn't called fit, so there was nothing to compile")
     return reports
 
 
-def absolute_paths(source: str) -> list[str]:
+def find_absolute_paths(source: str) -> list[str]:
     """Return the absolute paths in a script's text that could be written to.
 
     Example:
-        >>> absolute_paths("frame.write_csv('/tmp/a.csv'); open('/dev/null'), open('b.csv')")
+        >>> find_absolute_paths("frame.write_csv('/tmp/a.csv'); open('/dev/null'), open('b.csv')")
         ['/tmp/a.csv']
     """
     try:
@@ -138,7 +138,7 @@ def _as_main(path: Path, words: Sequence[str]) -> Any:
         sys.path[:] = folders
 
 
-def _tell(path: Path, error: Exception) -> None:
+def _print_error(path: Path, error: Exception) -> None:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == path.name]
     line = f":{frames[-1].lineno}" if frames else ""
     say(

@@ -5,7 +5,7 @@ import re
 from .. import errors
 from ..backend.step_memory import StepMemory
 from ..errors import TpufitError, say_count
-from ..utils.out_of_memory import remedies, shortage
+from ..utils.out_of_memory import list_remedies, parse_shortage
 from ..utils.text import parse_bytes, size
 from .devices import get_settled_cores
 from .driver import driver
@@ -114,13 +114,13 @@ def translate(error: BaseException, memory: StepMemory | None = None) -> TpufitE
 
 def _explain_full_memory(text: str, memory: StepMemory | None) -> str:
     """Make the sentence for a full memory."""
-    said = shortage(text)
-    if said.needs:
-        need = f": it needs {_make_legible(said.needs)} of {_make_legible(said.has)}"
-    elif said.free:
-        need = f": {_make_legible(said.more)} more were asked for, {_make_legible(said.free)} are free"
-    elif said.more:
-        need = f": {_make_legible(said.more)} more were asked for"
+    found = parse_shortage(text)
+    if found.needed:
+        need = f": it needs {_make_legible(found.needed)} of {_make_legible(found.available)}"
+    elif found.free:
+        need = f": {_make_legible(found.requested)} more were asked for, {_make_legible(found.free)} are free"
+    elif found.requested:
+        need = f": {_make_legible(found.requested)} more were asked for"
     else:
         need = ""
     if memory is None:
@@ -132,8 +132,8 @@ def _explain_full_memory(text: str, memory: StepMemory | None) -> str:
             f"{size(memory.learns)}, batch {size(memory.batch)}; the rest are activations"
         )
         state = memory.weights + memory.optimizer + memory.learns
-        room = parse_bytes(said.has) if said.has else _USUAL_MEMORY
-        cures = remedies(state, max(room, state), rows_per_core, memory.cores, memory.split, memory.remat)
+        room = parse_bytes(found.available) if found.available else _USUAL_MEMORY
+        cures = list_remedies(state, max(room, state), rows_per_core, memory.cores, memory.split, memory.remat)
         cures += ["compile(precision='bf16')"] if memory.precision == "fp32" else []
         cures += ["an optimizer with less state"] if memory.optimizer > memory.weights else []
     else:

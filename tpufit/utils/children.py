@@ -20,16 +20,16 @@ _TICK = 0.2  # seconds
 
 
 @dataclass(frozen=True)
-class End:
+class ProcessEnd:
     """How a process ended."""
 
     status: int | None  # the exit status; below 0 the signal that ended it; None after a timeout
-    said: str
+    output: str  # on stdout and stderr
 
 
 def run(
     command: Sequence[str], what: str, seconds: float, clock: bool = True, environ: Mapping[str, str] | None = None
-) -> End:
+) -> ProcessEnd:
     """Run a Python program in a new process, and wait for its end. Ctrl-C and kill -9 end it, too.
 
     Args:
@@ -43,12 +43,12 @@ def run(
     began = perf_counter()
     status: Any = console.status(what) if clock and can_draw(console) else nullcontext()
     # A file rather than a pipe, which would fill up during the wait.
-    with tempfile.TemporaryFile("w+", errors="replace") as said, status as shown:
+    with tempfile.TemporaryFile("w+", errors="replace") as output, status as shown:
         process = None
         in_time = True
         try:
             with defer_interrupt():  # else an interrupt could come between the start of the process and the assignment
-                process = subprocess.Popen(**python, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
+                process = subprocess.Popen(**python, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
             while in_time:
                 try:
                     process.wait(_TICK)
@@ -62,11 +62,11 @@ def run(
             if process is not None:
                 process.kill()
                 process.wait()
-        said.seek(0)
-        return End(process.returncode if in_time else None, said.read())
+        output.seek(0)
+        return ProcessEnd(process.returncode if in_time else None, output.read())
 
 
-def explain_end(status: int, said: str) -> str:
+def explain_end(status: int, output: str) -> str:
     """Explain the end of a process by its exit status or, below 0, the signal that ended it.
 
     Example:
@@ -76,14 +76,14 @@ def explain_end(status: int, said: str) -> str:
     if status == -signal.SIGKILL:
         killed = "the system killed its process, most likely because host memory ran out"
         return f"{killed}. Close other programs, or use a machine with more"
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in output.splitlines() if line.strip()]
     stack = next((i for i, line in enumerate(lines) if line.startswith("Fatal Python error")), len(lines))
     marks = ("Error", "ERROR", "Check failed", "bad_alloc")
     words = [line for line in lines[:stack] if line[0] != " " and any(mark in line for mark in marks)]
     last = "\n".join(words[-1:] or lines[:stack][-5:])
     # Without memory, loading a library may also crash, with no message.
-    loading = status == -signal.SIGSEGV and "<frozen importlib" in said
-    if loading or any(text in said for text in LACKS_MEMORY):
+    loading = status == -signal.SIGSEGV and "<frozen importlib" in output
+    if loading or any(text in output for text in LACKS_MEMORY):
         last = last or f"signal {-status} ended it while it loaded libraries"
         limits = "a container's limit, ulimit -v or ulimit -u"
         return (

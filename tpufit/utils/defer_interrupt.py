@@ -20,11 +20,11 @@ def defer_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(usual):
         yield
         return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, usual)
-        if came:  # also after an error
+        if received:  # also after an error
             signal.raise_signal(signal.SIGINT)

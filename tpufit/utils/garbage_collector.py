@@ -23,7 +23,7 @@ class Collector:
         self._process = os.getpid()
         self._one_at_a_time = threading.RLock()
         self._pauses = 0
-        self._runs = False  # True if it ran before the first pause
+        self._was_enabled = False  # True if it ran before the first pause
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -36,7 +36,7 @@ class Collector:
             self._begin()
         with self._one_at_a_time:
             if not self._pauses:
-                self._runs = gc.isenabled()
+                self._was_enabled = gc.isenabled()
             self._pauses += 1
             gc.disable()
         try:
@@ -44,7 +44,7 @@ class Collector:
         finally:
             with self._one_at_a_time:
                 self._pauses -= 1
-                if not self._pauses and self._runs:
+                if not self._pauses and self._was_enabled:
                     gc.enable()
 
 

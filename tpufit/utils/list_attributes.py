@@ -10,28 +10,28 @@ from torch import nn
 from torch.optim import Optimizer
 
 
-def attributes(value: Any) -> Iterator[tuple[str, Any]]:
+def list_attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield an object's attributes and their names.
 
     Example:
         >>> from types import SimpleNamespace
-        >>> list(attributes(SimpleNamespace(calls=3)))
+        >>> list(list_attributes(SimpleNamespace(calls=3)))
         [('calls', 3)]
     """
     yield from list(getattr(value, "__dict__", {}).items())
     kind: type = type(value)
-    for slot in _slots(kind):
+    for slot in _list_slots(kind):
         if hasattr(value, slot):
             yield slot, getattr(value, slot)
 
 
-def closure(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def list_closure(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the variables in a function's closure and their names.
 
     Example:
         >>> def counting(start):
         ...     return lambda: start + 1
-        >>> list(closure(counting(3)))
+        >>> list(list_closure(counting(3)))
         [('start', 3)]
     """
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -60,7 +60,7 @@ def _list_optimizer_attributes() -> frozenset[str]:
 
 
 @lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[str, ...]:
+def _list_slots(kind: type) -> tuple[str, ...]:
     by_class = [vars(base).get("__slots__", ()) for base in kind.__mro__]
     names = [name for slots in by_class for name in ((slots,) if isinstance(slots, str) else slots)]
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

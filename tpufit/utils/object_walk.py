@@ -19,18 +19,18 @@ class ObjectWalk(ABC):
     """A walk over objects, through containers, bound arguments and the methods' objects.
 
     Args:
-        most: The number of objects to visit.
-        leave: Objects to skip.
+        max_objects: The number of objects to visit.
+        skip: Objects to leave out.
     """
 
-    def __init__(self, most: int, leave: Iterable[object] = ()) -> None:
-        self._most = most
+    def __init__(self, max_objects: int, skip: Iterable[object] = ()) -> None:
+        self._max_objects = max_objects
         # The objects themselves, because the `id` of a temporary one, such as `f_locals`, may be used again.
-        self._seen: dict[int, object] = {id(each): each for each in leave}
+        self._seen: dict[int, object] = {id(each): each for each in skip}
 
     def walk(self, name: str, value: Any, depth: int) -> Named:
         """Yield what the walk finds in a value, by name, to the remaining depth."""
-        if not depth or isinstance(value, ModuleType) or id(value) in self._seen or len(self._seen) > self._most:
+        if not depth or isinstance(value, ModuleType) or id(value) in self._seen or len(self._seen) > self._max_objects:
             return
         self._seen[id(value)] = value
         if isinstance(value, partial):

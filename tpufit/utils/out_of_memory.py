@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from .text import size
 
 _PATTERNS = (
-    re.compile(r"Used (?P<needs>[\d.]+[KMGT]?) of (?P<has>[\d.]+[KMGT]?) hbm"),
-    re.compile(r"Allocation \(size=(?P<needs>\d+)\) would exceed memory \(size=(?P<has>\d+)\)"),
-    re.compile(r"allocating (?P<more>\d+) bytes"),
+    re.compile(r"Used (?P<needed>[\d.]+[KMGT]?) of (?P<available>[\d.]+[KMGT]?) hbm"),
+    re.compile(r"Allocation \(size=(?P<needed>\d+)\) would exceed memory \(size=(?P<available>\d+)\)"),
+    re.compile(r"allocating (?P<requested>\d+) bytes"),
     re.compile(
-        r"Attempting to (?:allocate|reserve) (?P<more>[\d.]+[KMGT]?)\b.*?There are (?P<free>[\d.]+[KMGT]?) free",
+        r"Attempting to (?:allocate|reserve) (?P<requested>[\d.]+[KMGT]?)\b.*?There are (?P<free>[\d.]+[KMGT]?) free",
         re.DOTALL,
     ),
-    re.compile(r"Tried to allocate (?P<more>[\d.]+ \w+)\. GPU \d+ has .*? of which (?P<free>[\d.]+ \w+) is free"),
+    re.compile(r"Tried to allocate (?P<requested>[\d.]+ \w+)\. GPU \d+ has .*? of which (?P<free>[\d.]+ \w+) is free"),
 )
 
 # A remedy is suggested only if it concerns at least 1 / _WORTH of a step's memory.
@@ -27,42 +27,42 @@ _WORTH = 16
 class Shortage:
     """The sizes in an out-of-memory error, as written there: `"21.95G"`, or bytes. Each error has only some."""
 
-    needs: str = ""  # of the program, or only its largest array
-    has: str = ""  # of the device
-    more: str = ""  # requested in addition to the memory in use
+    needed: str = ""  # of the program, or only its largest array
+    available: str = ""  # of the device
+    requested: str = ""  # requested in addition to the memory in use
     free: str = ""
 
 
-def shortage(words: str) -> Shortage:
+def parse_shortage(message: str) -> Shortage:
     """Parse an out-of-memory error of XLA, libtpu or CUDA, from the compilation or an allocation.
 
     Example:
-        >>> shortage("Ran out of memory in memory space hbm. Used 21.95G of 15.48G hbm.")
-        Shortage(needs='21.95G', has='15.48G', more='', free='')
-        >>> shortage("Out of memory allocating 4096 bytes.")
-        Shortage(needs='', has='', more='4096', free='')
+        >>> parse_shortage("Ran out of memory in memory space hbm. Used 21.95G of 15.48G hbm.")
+        Shortage(needed='21.95G', available='15.48G', requested='', free='')
+        >>> parse_shortage("Out of memory allocating 4096 bytes.")
+        Shortage(needed='', available='', requested='4096', free='')
     """
-    match = next(filter(None, (pattern.search(words) for pattern in _PATTERNS)), None)
+    match = next(filter(None, (pattern.search(message) for pattern in _PATTERNS)), None)
     return Shortage() if match is None else Shortage(**match.groupdict())
 
 
-def remedies(state: int, needs: int, rows: int, cores: int, split: bool, remat: bool) -> list[str]:
+def list_remedies(state: int, needed: int, rows: int, cores: int, split: bool, remat: bool) -> list[str]:
     """List remedies that make a training step smaller, the cheapest first.
 
-    `state` is the bytes of weights, gradients and optimizer state on a core, `needs` all bytes on a core, and `rows` a
+    `state` is the bytes of weights, gradients and optimizer state on a core, `needed` all bytes on a core, and `rows` a
     core's rows. The state may be `split` over the cores already, and blocks may already keep only their inputs
     (`remat`).
 
     Example:
-        >>> remedies(8 << 30, 20 << 30, rows=8, cores=8, split=False, remat=True)
+        >>> list_remedies(8 << 30, 20 << 30, rows=8, cores=8, split=False, remat=True)
         ["compile(shard='fsdp'), with 1 GiB instead of 8 GiB of state on a core", 'a smaller batch_size (4) with \
 compile(accumulate_steps=2)']
     """
     advice = []
-    if not split and cores > 1 and state * _WORTH >= needs:
+    if not split and cores > 1 and state * _WORTH >= needed:
         least = size(state / cores)
         advice.append(f"compile(shard='fsdp'), with {least} instead of {size(state)} of state on a core")
-    if not remat and (needs - state) * _WORTH >= needs:
+    if not remat and (needed - state) * _WORTH >= needed:
         advice.append(
             "compile(remat=True), which keeps less of the activations (preflight(remat='auto') finds out whether a "
             "cheaper policy suffices)"

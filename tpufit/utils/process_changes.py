@@ -9,7 +9,7 @@ Changes to what Python or PyTorch run:
 | `drivers/xla/kernels.py` | kernels of the device, such as `randperm`, `sort` and `.item()` | torch_xla's kernels end the process, don't compile, or give wrong results | permanent, for the same reason |
 | `drivers/xla/sync_functions.py` | `_xla_sync_multi` and `_xla_step_marker` of torch_xla's bindings | `torch_xla.sync`, which calls them, may run another graph's program, see `drivers/xla/graph_hash.py` | permanent: another thread may be inside one |
 | `drivers/xla/narrow_indices.py` | kernels of the device for operations that take indices | XLA ends the process for some 64-bit indices, on several cores | permanent, for the same reason, in processes on several cores; with torch 2.8 they run before the choice of a device |
-| `drivers/torchtpu/user_reads.py` | kernels of the device for `.item()` and `.cpu()` | they wait for ever once a core of several is lost | permanent, for the same reason, in processes on several cores |
+| `drivers/torchtpu/user_reads.py` | kernels of the device for `.item()` and `.cpu()` | they wait forever once a core of several is lost | permanent, for the same reason, in processes on several cores |
 | `runtime/ops/multihead.py` | `torch.nn.functional.multi_head_attention_forward` | PyTorch's version merges rows with other dimensions | the end of `replace_multihead`, around a traced step |
 | `runtime/ops/addmm.py` | `torch.addmm` | rows flattened for it are gathered over the cores, as in transformers' `Conv1D` | the end of `replace_addmm`, around a traced step |
 | `runtime/ops/embedding.py` | `embedding` and `embedding_bag` of `torch.nn.functional` | a TPU emulates 64-bit numbers; XLA has no sparse gradients | the end of `replace_embedding`, around a traced step |
@@ -23,8 +23,8 @@ Changes to what Python or PyTorch run:
 | `runtime/trace_watch.py` | `sys.setprofile`, and the functions of `numpy.random` | to see what a step's Python reads and draws | the end of `Watch`, around a traced step; an existing profiler remains |
 | `runtime/thread_guard.py` | the class of the step's tensors | other threads wait while a step is traced again | the end of `guarding` |
 | `runtime/transfer.py` | how a tensor is pickled, by `copyreg` | a tensor on the device is pickled as a tensor on the host | permanent, only for tensors on the device |
-| `runtime/forks.py` | the device's copies of tensors | they would wait for ever in a process that is forked after the device's start | permanent, only in that process |
-| `utils/garbage_collector.py` | the garbage collector is paused | to list the created tensors, and to read frames of other threads | the end of `paused` |
+| `runtime/forks.py` | the device's copies of tensors | they would wait forever in a process that is forked after the device's start | permanent, only in that process |
+| `utils/garbage_collector.py` | the garbage collector is paused | to list the created tensors, and to read frames of other threads | the end of `pausing` |
 | `optimizers/build.py` | the class of the user's optimizer, to a subclass of the same name | Keras's `optimizer.learning_rate` is a property | permanent: the class is otherwise the same |
 | `utils/is_compiling.py` | the result of `torch.compiler.is_compiling()` | modules then choose code that can be traced | the end of `compiling` |
 | `utils/defer_import.py` | a finder in `sys.meta_path`; the class of the module that it finds | torch_xla and torch_tpu import half of PyTorch's compiler | the end of `defer_import`; the first use of the module |

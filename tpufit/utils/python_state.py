@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .list_attributes import attributes, closure, list_pytorch_attributes
+from .list_attributes import list_attributes, list_closure, list_pytorch_attributes
 from .object_walk import Named, ObjectWalk
 
 # The limits of the walk: its depth; the number of objects; the items of a container (larger containers of plain values
@@ -154,7 +154,7 @@ class _Walk(ObjectWalk):
             if hooks:
                 yield f"the hooks of {name}", hooks
         hidden = list_pytorch_attributes(value) - {"training"}  # the user changes the mode
-        for key, attribute in attributes(value):
+        for key, attribute in list_attributes(value):
             if key in hidden:
                 continue
             if type(attribute) in _SIMPLE and attribute == attribute:  # most are; a generator for each takes longer
@@ -178,7 +178,7 @@ class _Walk(ObjectWalk):
         if has_fixed_variables(function):
             return
         # The closure and the defaults may change, the code doesn't.
-        for variable, value in (*closure(function), *_defaults(function)):
+        for variable, value in (*list_closure(function), *_defaults(function)):
             yield from self._walk_variable(f"{function.__qualname__}'s {variable}", value, depth)
         yield from self._walk_variables(_find_globals(function), depth)
 

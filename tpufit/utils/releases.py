@@ -1,6 +1,6 @@
 """Compatible versions: torch with its runtime, and the TPU's compiler with the JAX that calls it.
 
-So an error about versions says which command installs versions that work together.
+An error about versions can therefore say which command installs versions that work together.
 
 Reads pip's metadata, without importing the packages, since each may be broken.
 """

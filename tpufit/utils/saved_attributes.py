@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .list_attributes import attributes, closure, list_pytorch_attributes
+from .list_attributes import list_attributes, list_closure, list_pytorch_attributes
 from .object_walk import Named, ObjectWalk
 from .random import state_from_hex, state_to_hex
 from .user_code import is_user_module
@@ -173,14 +173,14 @@ class _Walk(ObjectWalk):
 def _attributes(holder: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object, or the variables in a function's closure."""
     if isinstance(holder, types.FunctionType):
-        yield from closure(holder)
+        yield from list_closure(holder)
     elif isinstance(holder, ItemsExcept):
         yield from ((name, value) for name, value in list(holder.values.items()) if name not in holder.omitted)
     else:
         hidden = list_pytorch_attributes(holder)
         if hidden:
             hidden |= getattr(type(holder), "saved_elsewhere", frozenset())  # in the state of training
-        yield from ((name, value) for name, value in attributes(holder) if name not in hidden)
+        yield from ((name, value) for name, value in list_attributes(holder) if name not in hidden)
 
 
 def _values(holder: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Folders and files behind URLs, through fsspec: `gs://bucket/run`, `s3://bucket/run`, `hf://me/model/run`.
 
-Object stores can't append, rename or lock. So files are written to a local folder, and sent in an order in which a
-reader never takes a part for the whole.
+Object stores can't append, rename or lock. Files are therefore written to a local folder, and sent in an order in which
+a reader never takes a part for the whole.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ STARTS = {
 }
 
 CHECKS = (
-    Check("the doctor finds no error", (Process(device_start.doctor, NONE),), quick=True),
+    Check("the doctor finds no error", (Process(device_start.run_doctor, NONE),), quick=True),
     STARTS[ALL],  # before the others, because it identifies the device
     STARTS[ONE],
-    Check("a conv net with batch norm matches PyTorch", (Process(numerics.conv),), quick=True),
-    Check("an LSTM matches PyTorch", (Process(numerics.lstm),)),
-    Check("a GPT matches PyTorch", (Process(numerics.gpt),), quick=True),
-    Check("matmul_precision takes effect", (Process(numerics.precisions),), only_tpu=True, quick=True),
+    Check("a conv net with batch norm matches PyTorch", (Process(numerics.check_conv),), quick=True),
+    Check("an LSTM matches PyTorch", (Process(numerics.check_lstm),)),
+    Check("a GPT matches PyTorch", (Process(numerics.check_gpt),), quick=True),
+    Check("matmul_precision takes effect", (Process(numerics.check_precisions),), only_tpu=True, quick=True),
     Check("a replayed step equals a traced step", (Process(equivalence.check_replay),), quick=True),
     Check(
         "one core equals all",
@@ -43,7 +43,7 @@ CHECKS = (
         (Process(resumption.train_until_sigterm, ends=128 + signal.SIGTERM), Process(resumption.check_resume)),
         one_host=True,
     ),
-    Check("a training resumes after Ctrl-C", (Process(resumption.interrupted),), one_host=True),
+    Check("a training resumes after Ctrl-C", (Process(resumption.check_interrupt),), one_host=True),
     Check("memory is freed, one core", (Process(memory.check_release, ONE),), quick=True),
     Check("memory is freed, all cores", (Process(memory.check_release),), several=True),
     Check(
@@ -61,8 +61,8 @@ CHECKS = (
     ),
     Check("split weights equal whole weights", (Process(equivalence.check_sharding),), several=True),
     Check("recomputed activations equal stored ones", (Process(equivalence.check_recomputation),)),
-    Check("attention over long rows matches PyTorch", (Process(numerics.attention),)),
-    Check("a checkpoint takes little more than a copy", (Process(resumption.checkpoint),), only_tpu=True),
+    Check("attention over long rows matches PyTorch", (Process(numerics.check_attention),)),
+    Check("a checkpoint takes little more than a copy", (Process(resumption.measure_checkpoint),), only_tpu=True),
     Check("data reaches the device and returns", (Process(speed.measure_transfers),), only_tpu=True, quick=True),
-    Check("three steps are profiled", (Process(speed.profile),), one_host=True),
+    Check("three steps are profiled", (Process(speed.check_profile),), one_host=True),
 )

@@ -71,7 +71,7 @@ class Setting:
 
     cores: Cores | None  # of the process; None for a part without a device
     folder: Path  # the check's folder, where its parts leave files for each other
-    kept: Path  # the folder next to the report, for files to keep
+    artifacts: Path  # the folder next to the report, for files to keep
 
     @property
     def count(self) -> int:

@@ -28,7 +28,7 @@ class Job:
     cores: int  # `NONE`, `ONE` or `ALL`
     virtual: int  # the number of virtual cores for `ALL` on a CPU
     folder: str  # of the check
-    kept: str  # the folder next to the report
+    artifacts: str  # the folder next to the report
     until: float  # the time, on this machine's monotonic clock, at which the process writes its stacks
 
 
@@ -42,7 +42,7 @@ def main(job: Job) -> None:
     part = getattr(import_module(job.module), job.function)
     try:
         with (folder / FIGURES).open("a") as file:
-            for figure in part(Setting(cores, folder, Path(job.kept))):
+            for figure in part(Setting(cores, folder, Path(job.artifacts))):
                 file.write(json.dumps(asdict(figure)) + "\n")
                 file.flush()
     except Exception as error:  # any error is the check's result
@@ -58,8 +58,8 @@ def _start(job: Job, folder: Path) -> Cores:
     if job.cores == ALL and platform() == "CPU":
         wanted = job.virtual
     cores = start(wanted, "tpufit.verify()")
-    said = {"platform": cores.platform, "cores": cores.count, "hosts": cores.hosts, "host": process_index()}
-    (folder / STARTED).write_text(json.dumps(said))
+    facts = {"platform": cores.platform, "cores": cores.count, "hosts": cores.hosts, "host": process_index()}
+    (folder / STARTED).write_text(json.dumps(facts))
     return cores
 
 

@@ -13,7 +13,7 @@ from .check import Figure, Setting
 from .nets import batch_size
 
 
-def doctor(setting: Setting) -> Iterator[Figure]:
+def run_doctor(setting: Setting) -> Iterator[Figure]:
     """Report the doctor's table without its trainings, which the other checks cover."""
     facts = collect_facts(train=False, timeout=0.0)
     rows = [row for check in CHECKS for row in check(facts)]

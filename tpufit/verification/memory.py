@@ -66,14 +66,14 @@ def check_too_large(setting: Setting) -> Iterator[Figure]:
     model = nets.Model(Wide())
     model.compile("sgd", "mse", scale_lr=None)
     x = torch.zeros(rows * setting.count, 16)
-    said = ""
+    message = ""
     try:
         model.fit(x, x[:, :1], rows, epochs=1, verbose=0)
     except OutOfMemoryError as error:
-        said = str(error).splitlines()[0]
-    yield Figure(f"OutOfMemoryError, hidden layer of {size(4 * rows * _WIDE)}", int(bool(said)), at_least=1)
-    if said:
-        yield Figure("message", said)
+        message = str(error).splitlines()[0]
+    yield Figure(f"OutOfMemoryError, hidden layer of {size(4 * rows * _WIDE)}", int(bool(message)), at_least=1)
+    if message:
+        yield Figure("message", message)
     first, *_, last = nets.losses_on_device(nets.conv(), setting.cores)
     yield Figure("the next training: last loss / first", last / first, at_most=1.0)
 

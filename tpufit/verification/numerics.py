@@ -21,17 +21,17 @@ _SIZE = 512
 _FULL = 1e-5  # the error of a product in float32, relative to its largest number
 
 
-def conv(setting: Setting) -> Iterator[Figure]:
+def check_conv(setting: Setting) -> Iterator[Figure]:
     """Compare convolutions with batch norm."""
     yield from _compare_with_pytorch(nets.conv(), setting)
 
 
-def lstm(setting: Setting) -> Iterator[Figure]:
+def check_lstm(setting: Setting) -> Iterator[Figure]:
     """Compare an LSTM."""
     yield from _compare_with_pytorch(nets.lstm(), setting)
 
 
-def gpt(setting: Setting) -> Iterator[Figure]:
+def check_gpt(setting: Setting) -> Iterator[Figure]:
     """Compare a GPT."""
     yield from _compare_with_pytorch(nets.gpt(blocks=2), setting)
 
@@ -43,7 +43,7 @@ def _compare_with_pytorch(task: nets.Task, setting: Setting) -> Iterator[Figure]
         yield Figure(name, nets.difference(ours, theirs), at_most=task.exact * factor)
 
 
-def precisions(setting: Setting) -> Iterator[Figure]:
+def check_precisions(setting: Setting) -> Iterator[Figure]:
     """Measure the errors of a product at each precision, twice in one process: the second time, a program compiled with
     another precision could be reused."""
     torch.manual_seed(0)
@@ -51,7 +51,10 @@ def precisions(setting: Setting) -> Iterator[Figure]:
     x = torch.randn(nets.ROWS, _SIZE)
     exact = x.double() @ weights.double()
     for time in ("first", "second"):
-        errors = {name: _error(product(x, weights, name, setting), exact) for name in ("default", "high", "highest")}
+        errors = {
+            name: _measure_error(multiply_on_device(x, weights, name, setting), exact)
+            for name in ("default", "high", "highest")
+        }
         for name, error in errors.items():
             yield Figure(f"{name}, {time} time", error, at_most={"default": 1e-2, "high": 1e-4, "highest": _FULL}[name])
         ratio = {"default / high": errors["default"] / errors["high"]}
@@ -60,7 +63,7 @@ def precisions(setting: Setting) -> Iterator[Figure]:
             yield Figure(f"{name}, {time} time", found, at_least=2.0 if name.startswith("default") else 1.0)
 
 
-def product(x: Tensor, weights: Tensor, precision: str, setting: Setting) -> Tensor:
+def multiply_on_device(x: Tensor, weights: Tensor, precision: str, setting: Setting) -> Tensor:
     """Compute `x @ weights` on the device, with this `matmul_precision` of `compile`."""
     layer = nn.Linear(weights.shape[0], weights.shape[1], bias=False)
     with torch.no_grad():
@@ -70,7 +73,7 @@ def product(x: Tensor, weights: Tensor, precision: str, setting: Setting) -> Ten
     return torch.as_tensor(model.predict(x, nets.batch_size(setting.cores), verbose=0))
 
 
-def _error(ours: Tensor, exact: Tensor) -> float:
+def _measure_error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.double() - exact).abs().max() / exact.abs().max())
 
 
@@ -90,7 +93,7 @@ class Attention(nn.Module):
         return logits
 
 
-def attention(setting: Setting) -> Iterator[Figure]:
+def check_attention(setting: Setting) -> Iterator[Figure]:
     """Compare `scaled_dot_product_attention` over rows of the length for which a TPU uses its own kernel."""
     length = 2048 if setting.on_tpu else 256
 

@@ -24,11 +24,11 @@ _LAST = 9  # the batch after which the training ends, in the middle of the secon
 # 128 MiB of weights.
 _WIDTH = 2048
 _LAYERS = 8
-_KEPT = "run"
+_RUN_FOLDER = "run"
 _PATIENCE = 30.0  # seconds
 
 
-class _Counts(Callback):
+class _CountsBatches(Callback):
     """Counts batches. Given a signal, sends it to this process after batch `_LAST`, once there is a checkpoint."""
 
     def __init__(self, run: Path, number: int | None) -> None:
@@ -60,15 +60,15 @@ def train_until_sigterm(setting: Setting) -> Iterator[Figure]:
 
 def check_resume(setting: Setting) -> Iterator[Figure]:
     """Resume, and compare with an uninterrupted training."""
-    rest, steps, weights = _train(setting)
+    remaining, steps, weights = _train(setting)
     # Another run directory, so that both trainings write checkpoints.
-    every, whole_steps, whole = _train(setting, folder="whole")
-    yield Figure("remaining batches", rest, at_least=1, at_most=every - 1)
+    all_batches, whole_steps, whole = _train(setting, folder="whole")
+    yield Figure("remaining batches", remaining, at_least=1, at_most=all_batches - 1)
     yield Figure("steps more than uninterrupted", steps - whole_steps, at_least=0, at_most=0)
     yield Figure("tensors that differ", nets.count_unequal(weights, whole), at_most=0)
 
 
-def interrupted(setting: Setting) -> Iterator[Figure]:
+def check_interrupt(setting: Setting) -> Iterator[Figure]:
     """Interrupt by Ctrl-C as in a notebook: the cell ends, the process continues, and the next cell resumes."""
     raised = 0
     try:
@@ -79,7 +79,7 @@ def interrupted(setting: Setting) -> Iterator[Figure]:
     yield from check_resume(setting)
 
 
-def checkpoint(setting: Setting) -> Iterator[Figure]:
+def measure_checkpoint(setting: Setting) -> Iterator[Figure]:
     """Compare the time of a checkpoint with the time of copying its files."""
     torch.manual_seed(0)
     model = Model(nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))))
@@ -107,7 +107,7 @@ def checkpoint(setting: Setting) -> Iterator[Figure]:
 
 
 def _train(
-    setting: Setting, ends_by: signal.Signals | None = None, folder: str = _KEPT
+    setting: Setting, ends_by: signal.Signals | None = None, folder: str = _RUN_FOLDER
 ) -> tuple[int, int, dict[str, Tensor]]:
     """Train, resuming from a checkpoint if there is one; return the batches trained, all steps, and the weights."""
     task = nets.gpt(dropout=0.1)
@@ -116,7 +116,7 @@ def _train(
     # Also save within each epoch, so that a training resumes in the middle of an epoch.
     run = setting.folder / folder
     size = nets.batch_size(setting.cores)
-    counts = _Counts(run, ends_by)
+    counts = _CountsBatches(run, ends_by)
     callbacks: list[Callback] = [ModelCheckpoint(run, save_freq=4), counts]
     model.fit(x, y, size, epochs=_EPOCHS, callbacks=callbacks, resume=True, verbose=0)
     return counts.batches, model.steps_taken, model.state_dict()

@@ -70,11 +70,11 @@ class _TimeOverError(Exception):
 class Runner:
     """Runs checks."""
 
-    def __init__(self, virtual: int, kept: Path, seconds: float) -> None:
+    def __init__(self, virtual: int, artifacts: Path, seconds: float) -> None:
         self._virtual = virtual
-        self._kept = kept
+        self._artifacts = artifacts
         self._until = perf_counter() + seconds  # no check starts later
-        self._tried: dict[int, bool] = {}  # whether the device has started, by cores
+        self._started: dict[int, bool] = {}  # whether the device has started, by cores
         self.device = Device()
 
     def run(self, check: Check) -> Result:
@@ -86,7 +86,7 @@ class Runner:
             return Result(check.name, NOT_ON_ONE_CORE)
         if self.device.hosts > 1 and not check.on_pods:
             return Result(check.name, NOT_ON_A_POD)
-        if any(self._tried.get(process.cores) is False for process in check.processes):
+        if any(self._started.get(process.cores) is False for process in check.processes):
             return Result(check.name, NO_START)
         began = perf_counter()
         if began > self._until:
@@ -96,8 +96,8 @@ class Runner:
             try:
                 failure = self._find_failure(check, folder)
             except _TimeOverError:
-                return Result(check.name, NO_TIME, perf_counter() - began, _read(folder / FIGURES))
-            figures = _read(folder / FIGURES)
+                return Result(check.name, NO_TIME, perf_counter() - began, _read_figures(folder / FIGURES))
+            figures = _read_figures(folder / FIGURES)
         on_cpu = self.device.platform == "CPU"  # the check may have found out
         judged = [one for one in figures if not (one.on_tpu and on_cpu)]
         right = not failure and all(one.holds for one in judged)
@@ -113,9 +113,11 @@ class Runner:
             # other hosts have stopped waiting for it.
             limit *= 2 if self.device.hosts > 1 else 1
             what = check.name if len(check.processes) == 1 else f"{check.name} ({number + 1})"
-            left = self._until - perf_counter()
-            ended = self._run_process(process, what, folder, max(1.0, min(limit, left)), shortened=left < limit)
-            self._note(process.cores, folder / STARTED)
+            remaining = self._until - perf_counter()
+            ended = self._run_process(
+                process, what, folder, max(1.0, min(limit, remaining)), shortened=remaining < limit
+            )
+            self._record_start(process.cores, folder / STARTED)
             if ended:
                 return anonymize(ended)
         return ""
@@ -125,7 +127,9 @@ class Runner:
         part = process.part
         until = monotonic() + seconds
         (folder / STARTED).unlink(missing_ok=True)
-        job = Job(part.__module__, part.__qualname__, process.cores, self._virtual, str(folder), str(self._kept), until)
+        job = Job(
+            part.__module__, part.__qualname__, process.cores, self._virtual, str(folder), str(self._artifacts), until
+        )
         command = ["-m", f"{__package__}.check_process", json.dumps(asdict(job))]
         ended = children.run(command, what, seconds + _GRACE)
         if (folder / FAULT).exists():
@@ -134,24 +138,24 @@ class Runner:
         if ended.status is None and shortened:
             raise _TimeOverError
         if ended.status is None:
-            return f"not finished within {seconds:.0f} s. It was at {_place(ended.said)}"
+            return f"not finished within {seconds:.0f} s. It was at {_describe_place(ended.output)}"
         if ended.status == process.ends:
             return ""
         if ended.status == 0:
             return f"it ended with status 0 instead of {process.ends}"
-        return children.explain_end(ended.status, ended.said)
+        return children.explain_end(ended.status, ended.output)
 
-    def _note(self, cores: int, started: Path) -> None:
+    def _record_start(self, cores: int, started: Path) -> None:
         """Record whether the device has started on these cores, and its description."""
         if cores == NONE:
             return
-        self._tried[cores] = self._tried.get(cores, False) or started.exists()
+        self._started[cores] = self._started.get(cores, False) or started.exists()
         if started.exists():
-            said = json.loads(started.read_text())
-            self.device = Device(**said) if cores == ALL else replace(self.device, platform=said["platform"])
+            facts = json.loads(started.read_text())
+            self.device = Device(**facts) if cores == ALL else replace(self.device, platform=facts["platform"])
 
 
-def _read(path: Path) -> tuple[Figure, ...]:
+def _read_figures(path: Path) -> tuple[Figure, ...]:
     """Read the figures that the processes of a check have written."""
     lines = path.read_text().splitlines() if path.exists() else []
     figures = (Figure(**json.loads(line)) for line in lines)
@@ -161,8 +165,8 @@ def _read(path: Path) -> tuple[Figure, ...]:
     )
 
 
-def _place(said: str) -> str:
+def _describe_place(output: str) -> str:
     """Return the innermost frames of the main thread, from the stacks that Python writes."""
-    main = said.rpartition("\nThread ")[2] if "\nThread " in said else said
+    main = output.rpartition("\nThread ")[2] if "\nThread " in output else output
     frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
     return ", called from ".join(f"{Path(path).name}:{line} {name}" for path, line, name in frames[:6]) or "its start"

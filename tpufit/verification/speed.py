@@ -61,7 +61,7 @@ class _Repeated:
         return iter([self._batch] * self._count)
 
 
-def _model(name: str, large: bool, cores: int) -> tuple[Model, Tensor, Tensor, int]:
+def _build_model(name: str, large: bool, cores: int) -> tuple[Model, Tensor, Tensor, int]:
     make_task, rows_on_tpu = _NETS[name]
     task = make_task(large)
     rows = rows_on_tpu if large else _ROWS_ON_CPU
@@ -73,41 +73,41 @@ def predict_speed(setting: Setting) -> Iterator[Figure]:
     """Compile the steps of three nets for this host's TPU, before a process uses it."""
     began = perf_counter()
     large = bool(chips())
-    on = slice_here()
-    if on is None:
+    tpu = slice_here()
+    if tpu is None:
         yield Figure("preflight", "this TPU isn't known")
         return
-    yield Figure("predicted for", on.name)
-    found = dict[str, Any]()
+    yield Figure("predicted for", tpu.name)
+    predictions = dict[str, Any]()
     for name in _NETS:
-        model, x, y, rows = _model(name, large, on.devices)
-        left = _COMPILING - (perf_counter() - began)
+        model, x, y, rows = _build_model(name, large, tpu.devices)
+        remaining = _COMPILING - (perf_counter() - began)
         try:
             # The limit applies to tracing and to compiling.
-            report = model.preflight(x, y, rows, tpu=on.name, verbose=0, timeout=max(1.0, left / 2))
+            report = model.preflight(x, y, rows, tpu=tpu.name, verbose=0, timeout=max(1.0, remaining / 2))
         except PreflightError as error:
             yield Figure("preflight", str(error))
             break
-        found[name] = {
+        predictions[name] = {
             "seconds": report.seconds,
             "memory": report.step.memory.total,
             "flops": report.step.cost.flops / report.step.steps,
-            "peak": on.chip.peak,
+            "peak": tpu.chip.peak,
         }
-    (setting.folder / _PREDICTED).write_text(json.dumps(found))
+    (setting.folder / _PREDICTED).write_text(json.dumps(predictions))
 
 
 def measure_nets(setting: Setting) -> Iterator[Figure]:
     """Train the three nets, and compare with the predictions."""
     path = setting.folder / _PREDICTED
-    found = json.loads(path.read_text()) if path.exists() else {}
+    predictions = json.loads(path.read_text()) if path.exists() else {}
     for name in _NETS:
-        yield from measure_net(name, setting, found.get(name))
+        yield from measure_net(name, setting, predictions.get(name))
 
 
 def measure_net(name: str, setting: Setting, before: dict[str, float] | None) -> Iterator[Figure]:
     """Train one net, and compare with its prediction."""
-    model, x, y, rows = _model(name, setting.on_tpu, setting.count)
+    model, x, y, rows = _build_model(name, setting.on_tpu, setting.count)
     x = x[:rows]
     y = y[:rows]
     began = perf_counter()
@@ -142,7 +142,7 @@ def measure_transfers(setting: Setting) -> Iterator[Figure]:
     yield Figure("numbers that changed on the way", int((torch.as_tensor(back) != tensor + 1).sum()), at_most=0)
 
 
-def profile(setting: Setting) -> Iterator[Figure]:
+def check_profile(setting: Setting) -> Iterator[Figure]:
     """Profile three steps; the profile is kept next to the report."""
     task = nets.gpt()
     net, x, y = task.build(8 * nets.ROWS)
@@ -152,7 +152,7 @@ def profile(setting: Setting) -> Iterator[Figure]:
     traces = [path for path in (setting.folder / "board").rglob("*") if path.name.endswith(".xplane.pb")]
     yield Figure("profiles written", len(traces), at_least=1)
     for path in traces:
-        kept: Path = setting.kept / "steps.xplane.pb"  # its original name contains the host's
+        kept: Path = setting.artifacts / "steps.xplane.pb"  # its original name contains the host's
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, kept)
         yield Figure("its size", kept.stat().st_size / 2**20, unit="MiB")

@@ -1,7 +1,7 @@
 """The warm-up: worker processes, each of which makes one file of a cache at a time, and a progress bar.
 
 Workers are spawned, never forked: a fork would share the positions of the source's open files, and could hang on the
-threads of a running XLA. So source and transform are pickled, and imported by name in the worker.
+threads of a running XLA. Source and transform are therefore pickled, and imported by name in the worker.
 """
 
 import errno
@@ -85,7 +85,7 @@ def build(maker: Maker, folder: Path, manifest: Manifest, workers: Workers, prog
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        raise _disk_full(folder, manifest) from error
+        raise _make_disk_full_error(folder, manifest) from error
 
 
 def check_room(folder: Path, manifest: Manifest) -> None:
@@ -94,12 +94,12 @@ def check_room(folder: Path, manifest: Manifest) -> None:
     Raises:
         CacheDiskFullError: They won't fit.
     """
-    error = _disk_full(folder, manifest)
+    error = _make_disk_full_error(folder, manifest)
     if error.need > error.free:
         raise error
 
 
-def _disk_full(folder: Path, manifest: Manifest) -> CacheDiskFullError:
+def _make_disk_full_error(folder: Path, manifest: Manifest) -> CacheDiskFullError:
     todo = manifest.list_missing(folder)
     need = _count_rows(manifest, todo) * manifest.row_bytes
     free = shutil.disk_usage(folder).free
@@ -161,14 +161,14 @@ class _Worker:
         # Sent with the first file only: a pipe has little room, and writing to a full pipe blocks.
         self._payload = payload
         self._index = index
-        self._doing = "before it made a file"
+        self._activity = "before it made a file"
         self._process = context.Process(target=_run_worker, args=(theirs, folder, manifest), daemon=True)
         self._process.start()
         theirs.close()  # so that the pipe closes when the worker ends
 
     def request(self, number: int) -> None:
         """Request a file."""
-        self._doing = f"while it made {self._manifest.name(number)}"
+        self._activity = f"while it made {self._manifest.name(number)}"
         with suppress(ConnectionError):  # it died, which `receive` reports
             if self._payload:
                 self.connection.send_bytes(self._payload)
@@ -191,7 +191,7 @@ class _Worker:
             why = ", as the kernel does when memory runs out," if code == -signal.SIGKILL else ""
             who = f"worker {self._index} (process {self._process.pid})"
             cure = "Finished files are kept: call warm_up() again, with fewer workers if memory is short"
-            raise CacheError(f"{who} {end}{why} {self._doing}. Its output is above. {cure}") from None
+            raise CacheError(f"{who} {end}{why} {self._activity}. Its output is above. {cure}") from None
         if error is not None:
             raise error from _InWorkerError(f"\n{text}")
         return rows if rows is None else int(rows)

@@ -279,10 +279,12 @@ class CachedDataset(Dataset[Any]):
 
     def info(self) -> CacheInfo:
         """Return facts about the cache's contents."""
-        kept = self._manifest
-        size = kept.rows * kept.copies * kept.row_bytes
-        absent = len(kept.list_missing(self._path))
-        return CacheInfo(kept.rows, kept.copies, kept.files, absent, size, self._path, kept.fingerprint)
+        manifest = self._manifest
+        size = manifest.rows * manifest.copies * manifest.row_bytes
+        missing = len(manifest.list_missing(self._path))
+        return CacheInfo(
+            manifest.rows, manifest.copies, manifest.files, missing, size, self._path, manifest.fingerprint
+        )
 
     def __repr__(self) -> str:
         return f"CachedDataset({say_count(len(self), 'sample')}, {str(self._path)!r})"
@@ -298,7 +300,9 @@ class CachedDataset(Dataset[Any]):
         changed = found.differences(self._manifest)
         if changed:
             what = f"{self._path} has a cache of another origin. It differs in: {'; '.join(changed)}"
-            cure = "Use another cache_dir for the new samples, or delete the folder; CachedDataset.open reads it as is"
+            cure = (
+                "Use another cache_dir for the new samples, or delete the folder; CachedDataset.open reads it unchanged"
+            )
             raise CacheMismatchError(f"{what}. {cure}")
         self._manifest = found
 

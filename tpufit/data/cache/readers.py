@@ -20,19 +20,20 @@ Rows = NDArray[np.int64]
 _LONG = 2048  # bytes
 # The memory of batches is reused if it is large; at most as many as a prefetcher and a device use at once.
 _LARGE = 1 << 20
-_KEPT = 4
+_MOST_ALLOCATED = 4
 
 
 class _Memory:
     """Allocates memory for a field's batches, and reuses it when it is free: new memory costs as much as filling it.
 
-    An array is free when only this class refers to its memory. So a transfer to a device that still reads, and refers
-    to, the array is not disturbed.
+    An array is free when only this class refers to its memory. A transfer to a device, which refers to the array while
+    it reads, is therefore not disturbed.
     """
 
     def __init__(self, field: Field) -> None:
         self._field = field
-        self._kept: list[tuple[NDArray[Any], weakref.ref[NDArray[Any]]]] = []  # memory, and the array allocated in it
+        # Memory, and the array allocated in it.
+        self._allocated: list[tuple[NDArray[Any], weakref.ref[NDArray[Any]]]] = []
         self._turn = threading.Lock()
 
     def allocate(self, rows: int) -> NDArray[Any]:
@@ -40,14 +41,14 @@ class _Memory:
         if rows * self._field.row_bytes < _LARGE:
             return self._field.empty(rows)
         with self._turn:
-            free = [i for i, (_, array) in enumerate(self._kept) if array() is None]
-            fitting = [i for i in free if len(self._kept[i][0]) >= rows]
-            memory = self._kept[fitting[0]][0] if fitting else self._field.empty(rows)
-            allocate = memory[:rows]
-            index = (fitting or free or [len(self._kept)])[0]
-            if index < _KEPT:
-                self._kept[index : index + 1] = [(memory, weakref.ref(allocate))]
-            return allocate
+            free = [i for i, (_, reference) in enumerate(self._allocated) if reference() is None]
+            fitting = [i for i in free if len(self._allocated[i][0]) >= rows]
+            memory = self._allocated[fitting[0]][0] if fitting else self._field.empty(rows)
+            array = memory[:rows]
+            index = (fitting or free or [len(self._allocated)])[0]
+            if index < _MOST_ALLOCATED:
+                self._allocated[index : index + 1] = [(memory, weakref.ref(array))]
+            return array
 
 
 class Mapped:

@@ -68,7 +68,7 @@ def flatten(sample: Any, index: int) -> tuple[Any, dict[str, Tensor]]:
             return [type(node).__name__, *(walk(item, f"{name}[{i}]") for i, item in enumerate(node))]
         if type(node) is dict and all(isinstance(key, str) for key in node):
             return {key: walk(item, f"{name}[{key!r}]") for key, item in node.items()}
-        leaves[name] = _leaf(node, f"{name} of sample {index}")
+        leaves[name] = _to_tensor(node, f"{name} of sample {index}")
         return name
 
     return walk(sample, "sample"), leaves
@@ -114,7 +114,7 @@ def _describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{dtype_name(dtype)} {tuple(shape)}"
 
 
-def _leaf(leaf: Any, name: str) -> Tensor:
+def _to_tensor(leaf: Any, name: str) -> Tensor:
     if isinstance(leaf, (bool, int, float)):
         leaf = np.float32(leaf) if isinstance(leaf, float) else np.array(leaf)
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biuf" and leaf.dtype.itemsize in _BITS:
