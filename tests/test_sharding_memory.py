@@ -64,7 +64,7 @@ def test_a_tpus_core_holds_an_eighth_and_a_block(run_python):
     step = report.step
     kinds = {}
     for one in step.collectives:
-        kinds[one.kind + one.said_of] = kinds.get(one.kind + one.said_of, 0) + one.count
+        kinds[one.kind + one.content_phrase] = kinds.get(one.kind + one.content_phrase, 0) + one.count
     memory = step.memory
     print(json.dumps(found | {"kinds": kinds, "warnings": report.warnings, "shown": str(report),
         "kept": memory.weights + memory.optimizer, "needs": memory.total - memory.code}))

@@ -24,7 +24,7 @@ COLUMNS = {
     "host_ms_per_step": ("host CPU ms", "{:.3f}"),
     "peak_mb": ("peak MB of the user's process", "{:.0f}"),
     "core_peak_mb": ("peak MB of another core's process", "{:.0f}"),
-    "core_own_mb": ("of which anonymous memory", "{:.0f}"),
+    "core_own_mb": ("of that, anonymous memory, MB", "{:.0f}"),
 }
 EPOCHS = 7, 300  # epochs, of which two warm up, and the steps of each
 

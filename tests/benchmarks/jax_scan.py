@@ -4,7 +4,7 @@
     python tests/benchmarks/jax_scan.py lstm|gru|rnn unrolled|scan [MOMENTS] [WIDTH]
 
 A GPT loops over its equal blocks: with `scan` their weights, and the optimizer's state of these, are kept stacked, so
-nothing is copied together for the loop. Two recurrent layers loop over moments. The compiler counts the cycles of a
+nothing is copied together for the loop. Two recurrent layers loop over time steps. The compiler counts the cycles of a
 loop's body once, so they are multiplied by its turns here. One core of a v5e. Adds to `results/jax_scan.json`.
 """
 
@@ -108,7 +108,7 @@ def recurrent_shapes(gates: int, width: int) -> Any:
 
 def recurrent_loss(weights: Any, x: Any, y: Any, loops: bool, cell: Callable[..., Any]) -> Any:
     for own in weights["layers"]:
-        x = (x @ own["input"] + own["input bias"]).swapaxes(0, 1)  # of all moments at once
+        x = (x @ own["input"] + own["input bias"]).swapaxes(0, 1)  # of all time steps at once
         zeros = jnp.zeros((x.shape[1], own["hidden"].shape[0]))
 
         def turn(state: Any, x: Any, own: Any = own) -> Any:
@@ -194,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("net", choices=("gpt", *CELLS))
     parser.add_argument("form", choices=("unrolled", "scan"))
-    parser.add_argument("length", nargs="?", type=int, help="blocks (default 12) or moments (default 64)")
+    parser.add_argument("length", nargs="?", type=int, help="blocks (default 12) or time steps (default 64)")
     parser.add_argument("width", nargs="?", type=int, help="default 512 or 256")
     args = parser.parse_args()
     default = (12, 512) if args.net == "gpt" else (64, 256)
