@@ -457,7 +457,7 @@ def test_mismatches_are_errors_before_the_first_compilation(cores, tmp_path):
         resumed(wider)
     with pytest.raises(CheckpointMismatchError, match=r"missing in the weights: 5\.weight"):
         resumed(nn.Sequential(*net(), nn.Linear(3, 3)))
-    with pytest.raises(CheckpointMismatchError, match=r"of AdamW, and optimizer is SGD"):
+    with pytest.raises(CheckpointMismatchError, match=r"has AdamW, but the model's optimizer is SGD"):
         resumed(optimizer="sgd")
     with pytest.raises(CheckpointMismatchError, match=r"parameter groups of optimizer \(AdamW\).*\[6\].*\[1, 5\]"):
         resumed(optimizer=lambda p: torch.optim.AdamW([{"params": [q]} for q in [next(p)]] + [{"params": list(p)}]))
