@@ -423,7 +423,7 @@ def test_wrong_metadata_of_embeddings_is_found_before_training(tmp_path, metadat
 
 @pytest.mark.parametrize("update_freq", [0, -1, 2.5, True, "step", None])
 def test_wrong_update_freq(update_freq):
-    with pytest.raises(ArgumentError, match="update_freq must be 'epoch', 'batch' or a number of batches"):
+    with pytest.raises(ArgumentError, match="update_freq must be 'epoch', 'batch' or a whole number of batches"):
         TensorBoard(update_freq=update_freq)
 
 

@@ -35,7 +35,7 @@ def report(*passes, **facts):
             {"traced": {"train": "it reads a value from the device at a.py:3"}},
             "the train step is traced .* a.py:3. Return",
         ),
-        ({"traced": {"eval": "its Python changes Net.calls (from 1 to 2)"}}, "eval step .*. Keep counts in a buffer"),
+        ({"traced": {"eval": "its Python changes Net.calls (from 1 to 2)"}}, "eval step .*. Keep counters in a buffer"),
         ({"traced": {"train": "of jit_compile=False"}}, "Leave jit_compile at 'auto'"),
         (
             {"fallbacks": Counter({"aten::nonzero": 9}), "lines": Counter({("aten::nonzero", "a.py:3"): 1})},

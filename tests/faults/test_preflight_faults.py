@@ -386,7 +386,7 @@ def trace(model):
         (lambda: user_model(Decides), f"reads a value from the device at HERE, .*{CURE}"),
         (
             lambda: user_model(Counts),
-            r"can't be replayed: its Python changes Counts\.count \(from 2 to 3\)\. Keep counts in a buffer",
+            r"can't be replayed: its Python changes Counts\.count \(from 2 to 3\)\. Keep counters in a buffer",
         ),
         (lambda: user_model(Idles), r"its Python changes Idles\.count \(from 2 to 3\)"),
         (lambda: user_model(Draws), "draws a random number on the host at HERE, .*Draw it on the device"),
