@@ -161,7 +161,7 @@ def step(loss_of: Callable[..., Any], weights: Any, means: Any, squares: Any, x:
 
 
 def cycles(program: str) -> int:
-    """The estimated cycles of a program, those of a loop's body as often as it runs."""
+    """Estimate the cycles of a program; those of a loop's body count once for each iteration."""
     run_counts = Loops(program).run_counts
     return sum(one.cycles * run_counts.get(one.computation, 1) for one, _ in parse_operations(program))
 
