@@ -223,7 +223,7 @@ def _require_match(scheduler: lr_scheduler.LRScheduler, optimizer: Optimizer) ->
     cure = "Pass a function, which makes it when training begins: LRScheduler(lambda optimizer: "
     cure += f"{type(scheduler).__name__}(optimizer, ...))"
     if scheduler.optimizer is not optimizer:
-        raise ArgumentError(f"the scheduler's optimizer isn't the one of compile. {cure}")
+        raise ArgumentError(f"the scheduler's optimizer isn't compile's optimizer. {cure}")
     now = [group["lr"] for group in optimizer.param_groups]
     if now != scheduler.get_last_lr():
         raise ArgumentError(

@@ -132,5 +132,6 @@ class MLflowLogger(TrackerCallback):
             if not self._lost:
                 self._lost = True
                 warn(
-                    f"MLflowLogger could not log to run {self.run_id}: {first_line(error)}. Training continues without"
+                    f"MLflowLogger could not log to run {self.run_id}: {first_line(error)}. Training continues "
+                    "without MLflow"
                 )

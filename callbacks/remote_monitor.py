@@ -78,8 +78,8 @@ class RemoteMonitor(Callback):
             if not self._warned:
                 self._warned = True
                 warn(
-                    f"RemoteMonitor could not send epoch {epoch} to {self.url}: {error}. Training continues, and so "
-                    "do the attempts, without further warnings",
+                    f"RemoteMonitor could not send epoch {epoch} to {self.url}: {error}. Training "
+                    "continues, and later epochs are still sent, without further warnings",
                 )
 
     def _request(self, event: Mapping[str, Any]) -> urllib.request.Request:

@@ -43,9 +43,9 @@ class SwapEMAWeights(Callback):
         """Warn of callbacks that keep the weights of an epoch and judge it by the averages."""
         for name in self._misled:
             warn(
-                f"{name}(restore_best_weights=True) judges the averages, with which a validation computes its loss, "
-                f"but restores the weights: pass SwapEMAWeights(swap_on_epoch=True) before {name}, which then restores "
-                "the averages"
+                f"{name}(restore_best_weights=True) chooses the best epoch by the averaged weights' validation, but "
+                f"restores the trained weights: pass SwapEMAWeights(swap_on_epoch=True) before {name}, which then "
+                "restores the averaged weights"
             )
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:

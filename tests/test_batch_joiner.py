@@ -79,7 +79,9 @@ def test_texts_in_arrays_are_joined():
     ],
 )
 def test_misaligned_rows_are_refused(first, second):
-    with pytest.raises(BatchError, match=r"^data must give batches whose parts have equally many rows, got .*\(8, 5\)"):
+    with pytest.raises(
+        BatchError, match=r"^data must yield batches whose parts have equally many rows, got .*\(8, 5\)"
+    ):
         Joiner("data")([first, second])
 
 

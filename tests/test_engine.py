@@ -95,7 +95,7 @@ def test_rates_are_scaled_by_cores_and_the_base_is_reported(scaling, factor):
 def test_eager_steps_run_on_a_single_host(cores):
     own = engine_of(make(run_eagerly=True))
     assert own.place_on(runtime.start(cores, "test")) is HOST
-    with pytest.raises(ArgumentError, match="run_eagerly=True runs on one host's processor, and this is one of sev"):
+    with pytest.raises(ArgumentError, match="run_eagerly=True computes on one host's processor, but this is one"):
         own.place_on(Cores(8, 0, "CPU", "test", hosts=2))
 
 

@@ -289,7 +289,7 @@ def test_unsupported_attention_stays_plain(name):
     form, told = form_of("flash", **how)
     assert form.startswith("plain: ") and reason in form
     (sentence,) = told  # once, though it is traced twice
-    assert sentence.startswith("attention='flash', but Asks has plain attention: ") and reason in sentence
+    assert sentence.startswith("attention='flash', but Asks uses plain attention: ") and reason in sentence
     assert form_of("auto", **how) == (form, [])
 
 

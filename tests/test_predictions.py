@@ -96,7 +96,7 @@ def test_rows_are_joined_for_any_batches():
 def test_rows_that_cannot_be_joined():
     with pytest.raises(DataError, match=r"rows of shape \(2,\) and others of \(3,\)\. Pad .* predict_on_batch"):
         joined(torch.ones(4, 2), torch.ones(4, 3))
-    with pytest.raises(DataError, match="have one form, got a dict of 'b' after another"):
+    with pytest.raises(DataError, match="have the same structure, but a dict of 'b' came after another"):
         joined({"a": torch.ones(4)}, {"b": torch.ones(4)})
 
 

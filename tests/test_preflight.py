@@ -389,7 +389,7 @@ def test_batches_have_only_the_range_of_their_labels():
 @pytest.mark.parametrize(
     ("given", "error", "says"),
     [
-        ({"x": iter(BATCHES), "y": None, "batch_size": None}, ArgumentError, "x is an iterator, of which a preflight"),
+        ({"x": iter(BATCHES), "y": None, "batch_size": None}, ArgumentError, "x is an iterator, and a preflight would"),
         ({"validation": {"data": iter(BATCHES)}}, ArgumentError, "validation_data is an iterator"),
         ({"compiling": {"run_eagerly": True}}, ArgumentError, "run_eagerly=True. has no programs"),
         ({"limit": 0}, ArgumentError, "limit must be a whole number of batches of at least 1"),

@@ -311,7 +311,7 @@ def test_a_scheduler_for_other_rates_is_refused(cores):
         with pytest.raises(CallbackError, match=r"made for the rates \[0.1\], .* scaled them to .*scale_lr=None"):
             model.fit(X, Y, 16 // cores, verbose=0, cores=cores, callbacks=[LRScheduler(schedule)])
     model.compile("sgd", "cross_entropy")
-    with pytest.raises(CallbackError, match="the scheduler's optimizer isn't the one of compile"):
+    with pytest.raises(CallbackError, match="the scheduler's optimizer isn't compile's optimizer"):
         model.fit(X, Y, 16 // cores, verbose=0, cores=cores, callbacks=[LRScheduler(schedule)])
 
 

@@ -211,7 +211,7 @@ def test_patterns_and_whole_parameters(cores):
     [
         ("fdsp", "shard must be None, 'fsdp' or a dict"),
         (0, "shard must be None, 'fsdp' or a dict"),
-        ({"frist.weight": 0}, r"fits no parameter.s name.*first\.weight"),
+        ({"frist.weight": 0}, r"matches no parameter.s name.*first\.weight"),
         ({"first.weight": 2}, r"shard\['first.weight'\] is dimension 2, and first.weight of shape \(256, 64\) has 2"),
         ({"first.weight": "0"}, "must be a dimension"),
         ({"first.weight": True}, "must be a dimension"),
@@ -232,7 +232,7 @@ def test_a_tie_over_two_layouts_is_refused():
     model = tpufit.Model(Both())
     with pytest.raises(ArgumentError, match=r"words.weight is split along dimension 0, head.weight is whole"):
         model.compile("sgd", "mse", shard={"words.weight": 0})
-    with pytest.raises(ArgumentError, match=r"fits only buffers \(norm.running_mean\)"):
+    with pytest.raises(ArgumentError, match=r"matches only buffers \(norm.running_mean\)"):
         model.compile("sgd", "mse", shard={"*.running_mean": 0})
     model.compile("sgd", "mse", shard={"words.weight": 0, "head.weight": -2})
 

@@ -1,4 +1,4 @@
-"""The errors that tpufit raises. Each message says what was expected, what came, and what to do.
+"""The errors that tpufit raises. Each message says what was expected, what was passed, and what to do.
 
 TpufitError
 |-- ArgumentError (ValueError)          an argument of a call has a value that it can't have
@@ -32,7 +32,7 @@ TpufitError
 |   |-- DeviceLostError                 the device is gone, or in an error state
 |   `-- PartitionError                  XLA could not split the step over the cores
 |-- PlacementError (RuntimeError)       a tensor can't be moved to the device
-|-- ReplayError (RuntimeError)          a step can't be replayed, as jit_compile=True requires
+|-- ReplayError (RuntimeError)          a step can't be replayed, as jit_compile=True or several TorchTPU cores require
 |-- StrictError (RuntimeError)          fit(strict=True), but something slows down steps
 |-- StateLostError (RuntimeError)       a step failed on the device, and the weights are lost with it
 |-- CallbackError (RuntimeError)        a callback's hook raised an error, which is chained to it

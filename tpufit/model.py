@@ -205,18 +205,18 @@ class Model(StepMethods):
             loss_weights: The factor of each output's loss in the total, in the form of `loss` (default: 1); outputs
                 missing in a dict have 1.
             metrics: Names (`"accuracy"`), torchmetrics objects, and functions of (prediction, target), in a list, or in
-                a dict of name: metric. A function returns values for rows or for the batch, which are averaged over the
-                rows, or a pair of values and their weights. A `tpufit.DatasetMetric` is computed over all rows at once.
-                With several classes or labels, `"f1"`, `"precision"`, `"recall"` and `"specificity"` are means over the
-                classes (macro), and `"f1_micro"` and the like count all classes together. One-hot targets are read as
-                classes if the loss takes classes. For several outputs, in the form of `loss`:
+                a dict of name: metric (default: none). A function returns values for rows or for the batch, which are
+                averaged over the rows, or a pair of values and their weights. A `tpufit.DatasetMetric` is computed over
+                all rows at once. With several classes or labels, `"f1"`, `"precision"`, `"recall"` and `"specificity"`
+                are means over the classes (macro), and `"f1_micro"` and the like count all classes together. One-hot
+                targets are read as classes if the loss takes classes. For several outputs, in the form of `loss`:
                 `{"a": ["accuracy"], "b": "mse"}` or `[["accuracy"], "mse"]`. The keys of a dict are outputs if `loss`
                 is a dict or a value is a list, else names of metrics. Metrics of classes by name don't count labels
                 that the loss ignores (`ignore_index`).
-            weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms:
-                `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, functions that return a value for each
-                row, and torchmetrics objects whose `update` takes a weight. If `metrics` has the same name, the log
-                has the prefix `weighted_`.
+            weighted_metrics: Metrics that take `sample_weight` and `class_weight` into account, in the same forms
+                (default: none): `"accuracy"`, `"mean_absolute_error"`, `"mean_squared_error"`, functions that return a
+                value for each row, and torchmetrics objects whose `update` takes a weight. If `metrics` has the same
+                name, the log has the prefix `weighted_`.
             run_eagerly: Run the steps in plain PyTorch on the host (default False), to debug them with prints and
                 breakpoints.
             steps_per_execution: The number of steps that run as one graph (default 1). More steps take less of the
@@ -234,10 +234,10 @@ class Model(StepMethods):
                 `"highest"` (close to float32). A CPU always computes in float32.
             attention: How `scaled_dot_product_attention` is computed on a TPU. `"plain"`: by products, with all scores
                 in memory. `"flash"`: by JAX's kernel for TPUs, which keeps no scores, so that memory grows linearly
-                with the length of texts instead of quadratically. `"auto"` (default): by the kernel if it is faster.
-                The kernel supports no dropout, no float32, and only causal masks and masks of padding or joined texts.
-                It needs JAX, and a TPU other than v2 and v3. Otherwise attention is plain, `"flash"` warns, and
-                `report()` names the form of each layer.
+                with the length of texts instead of quadratically. `"auto"` (default): by the kernel for at least 1,024
+                positions. The kernel supports no dropout of the scores, no float32, and only causal masks and masks of
+                padding or packed texts. It needs JAX, and a TPU other than v2 and v3. Otherwise attention is plain,
+                `"flash"` warns, and `report()` names the form of each layer.
             scale_lr: How the learning rate grows with the number of cores, and so with the batch: `"linear"` (default;
                 Goyal et al., "Accurate, large minibatch SGD", 2017), `"sqrt"` or None (not at all). The optimizer's
                 rate is multiplied once, at the first `fit`; rates set later are used unchanged.
@@ -349,27 +349,28 @@ class Model(StepMethods):
                 such as a data set of Hugging Face, counts as map-style, as for PyTorch's `DataLoader`. A table of
                 pandas, polars or pyarrow is an array of shape (rows, columns), a series an array of shape (rows,); a
                 missing value is an error.
-            y: Targets, with arrays.
+            y: Targets, with arrays (default: none).
             batch_size: Rows per core (default 32): the global batch is `batch_size * cores`. From a `DataLoader` or an
                 iterable, each step takes `cores` batches, one for each core; with `batch_size="global"` each step takes
                 one batch, which is split over all cores, and the learning rate isn't scaled. `"auto"`, for arrays and
                 map-style datasets: the largest batch that fits into a core's memory, according to the TPU's compiler if
                 `tpufit[preflight]` is installed, else by trial: a step is trained at several sizes and undone. On a CPU
                 it is 32. The size is printed, and in `report()`.
-            epochs: The number of the last epoch: training runs from `initial_epoch` to it (default 1, or as many as
-                `max_steps` needs; 0: no epoch).
+            epochs: The epoch at whose end training ends, counted from 1 (default 1, or as many as `max_steps` needs; 0:
+                no epoch). As in Keras, `initial_epoch=2` and `epochs=5` train three epochs.
             verbose: `"auto"` (default), 0 (silent), 1 (a progress bar) or 2 (one line per epoch).
-            callbacks: `Callback` objects, or a `CallbackList`.
-            validation_split: The share of the rows, taken from the end before shuffling, to validate on (arrays and
-                map-style datasets).
-            validation_data: `(x, y)` or `(x, y, sample_weight)` as arrays, or a data set, loader or iterable.
+            callbacks: `Callback` objects, or a `CallbackList` (default: none).
+            validation_split: The share of the rows, taken from the end before shuffling, to validate on (default 0;
+                only for arrays and map-style datasets).
+            validation_data: `(x, y)` or `(x, y, sample_weight)` as arrays, or a data set, loader or iterable (default:
+                none).
             shuffle: True (default) shuffles arrays and map-style datasets each epoch, `"batch"` keeps each group of
                 `batch_size` rows together, and False keeps the order; loaders and iterables keep their order.
-            class_weight: Weights of the rows by class, `{0: 1.0, 1: 5.0}`, for training only; missing classes have
-                weight 1. They are multiplied by `sample_weight`, and work with data of any form. `"balanced"`, for a y
-                in one array: rows / (classes * rows of the class), as in scikit-learn.
+            class_weight: Weights of the rows by class, `{0: 1.0, 1: 5.0}`, for training only (default: none); missing
+                classes have weight 1. They are multiplied by `sample_weight`, and work with data of any form.
+                `"balanced"`, for a y in one array: rows / (classes * rows of the class), as in scikit-learn.
             sample_weight: With arrays, a weight for each row, or for each element of a sequence, shape `(rows, time)`;
-                for several outputs one array for all, or one for each in the form of `y`.
+                for several outputs one array for all, or one for each in the form of `y` (default: none).
             initial_epoch: The epoch to begin with, from 0 (default 0).
             steps_per_epoch: Global batches per epoch (default: all); needed for endless data. Each epoch continues
                 after the last batch of the previous epoch, and ends with the data, with a warning: with 10 batches and
@@ -378,9 +379,9 @@ class Model(StepMethods):
             validation_batch_size: Rows per core when validating, or `"global"` (default: `batch_size`).
             validation_freq: The number of epochs from one validation to the next (default 1), or a container of the
                 epochs (from 1) after which to validate.
-            validation_step_freq: Validate inside each epoch too: the number of steps from one validation to the next,
-                or as a float a share of the epoch (`0.25`: four times an epoch). Each validation calls `on_test_begin`
-                to `on_test_end`; the epoch's logs have the `val_*` of the last validation. With
+            validation_step_freq: Validate inside each epoch too (default: no): the number of steps from one validation
+                to the next, or as a float a share of the epoch (`0.25`: four times an epoch). Each validation calls
+                `on_test_begin` to `on_test_end`; the epoch's logs have the `val_*` of the last validation. With
                 `steps_per_execution=k` the validation comes after the step's group.
             device_transform: A function of a training batch, such as a module of `tpufit.data.augment`. It runs on the
                 device inside the step, after the data's own `device_transform` (default: none).
@@ -390,18 +391,20 @@ class Model(StepMethods):
                 are dropped.
             max_steps: The number of the optimizer's steps after which training ends, possibly inside an epoch (default:
                 no limit). Steps before a `resume` count too.
-            max_time: The time after which to stop, at the end of a batch: seconds, or a `timedelta`.
-            resume: True: resume from the newest checkpoint of the `ModelCheckpoint(folder)` or `BackupAndRestore` among
-                the callbacks, or start from the beginning without a checkpoint. `"best"`: from the best checkpoint.
-                `"next_epoch"`: from the newest, but skip the rest of its epoch. A path: a run's folder, or a
-                checkpoint, which must be complete. On the same number of cores training resumes bit for bit;
-                `initial_epoch` then has no effect.
+            max_time: The time after which to stop, at the end of a batch: seconds, or a `timedelta` (default: no
+                limit).
+            resume: False (default): load no checkpoint, except a `BackupAndRestore`'s backup. True: resume from the
+                newest checkpoint of the `ModelCheckpoint(folder)` or `BackupAndRestore` among the callbacks, or start
+                from the beginning without a checkpoint. `"best"`: from the best checkpoint. `"next_epoch"`: from the
+                newest, but skip the rest of its epoch. A path: a run's folder, or a checkpoint, which must be complete.
+                On the same number of cores training resumes bit for bit; `initial_epoch` then has no effect.
             strict: True raises an error, at the user's line, for what slows down steps (default False): in training
                 and validation a value read from the device, an operation that runs on the host or a step that can't be
                 replayed; and a new graph after the first pass over the data. The weights don't change.
             sanity_steps: The number of batches to validate before training, to find an error in the validation now
-                instead of after an epoch (default 0: none). It is undone, and callbacks aren't called, so training and
-                resuming give the same numbers, to the bit. The whole state is copied to the host for it.
+                instead of after an epoch (default 0: none). This validation calls no callbacks, and its effects are
+                undone, so training and resuming give the same numbers, to the bit. For this, the whole state is copied
+                to the host.
             last_batch: What happens to an epoch's short last batch, for which each kind of step is compiled once more.
                 `"exact"` (default): it stays short. `"pad"`: in training and validation it is padded with rows whose
                 label the loss ignores, so that one program is enough. Results equal those of `"exact"` up to rounding,
@@ -410,15 +413,22 @@ class Model(StepMethods):
                 where tpufit detects one, it is an error. `rows_seen` and samples a second include the padding.
                 `"drop"`: training leaves the batch out, with different rows each epoch; validation keeps all rows.
             cores: `"auto"` (every TPU core; or the GPU; or one core of the CPU), a number of cores, or `[i]` for one
-                particular core. The first call in a process settles it, see `tpufit.init`.
+                particular core (default: the cores of the first call in this process, else `"auto"`). The first call
+                settles the cores of the process, see `tpufit.init`.
 
         Returns:
             The `History`: its `history` has for each log a list of floats, one for each epoch.
 
         Raises:
             NotCompiledError: `compile` has not been called.
-            ArgumentError, DataError, CoresError: See their messages; raised before anything is compiled.
+            ArgumentError, DataError, CoresError: See their messages. Whatever can be checked in advance is checked
+                before anything is compiled.
+            StartError: The runtime can't be started, another process uses the TPU, or versions are incompatible.
+            BatchError: The module or the loss fails on a batch.
             OutOfMemoryError: A step doesn't fit, or with `batch_size="auto"` not even one row a core.
+            ReplayError: A step can't be replayed, which `jit_compile=True` and several cores of TorchTPU require.
+            DeviceError, StateLostError: A step failed on the device; then the weights may be lost.
+            HostError: The hosts of a pod disagree, or a host is gone.
             LabelError: A class label is outside the module's classes.
             CallbackError: A callback raised an error; the others' `on_train_end` has run.
             CheckpointError: The checkpoint to resume from is missing, damaged, or of another model or data; or too many
@@ -521,12 +531,12 @@ class Model(StepMethods):
 
         Args:
             x: As in `fit`.
-            y: Targets, with arrays.
+            y: Targets, with arrays (default: none).
             batch_size: Rows per core (default 32), or `"global"`, as in `fit`.
             verbose: As in `fit`.
             sample_weight: As in `fit`.
             steps: Batches to evaluate (default: all).
-            callbacks: `Callback` objects.
+            callbacks: As in `fit`.
             return_dict: Return the values by name (default False).
             cores: As in `fit`.
 
@@ -588,7 +598,7 @@ class Model(StepMethods):
             batch_size: Rows per core (default 32), or `"global"`, as in `fit`.
             verbose: As in `fit`.
             steps: Batches to predict (default: all).
-            callbacks: `Callback` objects.
+            callbacks: As in `fit`.
             out: The path of a `.npy` file to which rows are written batch by batch, for more rows than fit into memory
                 (default: none); for several outputs a path for each, in the same form: `{"a": "a.npy", "b": "b.npy"}`.
                 An existing file is replaced once all rows are written.
@@ -664,9 +674,9 @@ class Model(StepMethods):
 
         Args:
             x: As in `fit`.
-            y: Targets, with arrays.
+            y: Targets, with arrays (default: none).
             batch_size: Rows per core (default 32), or `"global"`, as in `fit`.
-            sample_weight: A weight for each row, with arrays.
+            sample_weight: A weight for each row, with arrays (default: none).
             start_lr: The first rate (default 1e-7). Both limits are actual rates, not scaled by the number of cores;
                 with several groups they are the first group's, and the others' are in proportion.
             end_lr: The last rate (default 10).
@@ -724,9 +734,9 @@ class Model(StepMethods):
 
         Args:
             x: The inputs: arrays, tensors or a nest of them, with the rows of all cores.
-            y: The targets.
-            sample_weight: A weight for each row.
-            class_weight: Weights of the rows by class, as in `fit`.
+            y: The targets (default: none).
+            sample_weight: A weight for each row (default: none).
+            class_weight: Weights of the rows by class, as in `fit` (default: none).
             return_dict: Return the logs by name (default False), which wait for the device only when they are read.
             cores: As in `fit`.
 
@@ -770,8 +780,8 @@ class Model(StepMethods):
 
         Args:
             x: The inputs: arrays, tensors or a nest of them, with the rows of all cores.
-            y: The targets.
-            sample_weight: A weight for each row.
+            y: The targets (default: none).
+            sample_weight: A weight for each row (default: none).
             return_dict: Return the logs by name (default False), which wait for the device only when they are read.
             cores: As in `fit`.
 
@@ -838,8 +848,8 @@ class Model(StepMethods):
 
         Args:
             x: As in `fit`.
-            y: Targets, with arrays.
-            sample_weight: A weight for each row, with arrays.
+            y: Targets, with arrays (default: none).
+            sample_weight: A weight for each row, with arrays (default: none).
             batch_size: Rows per core (default 32), or `"global"`, as in `fit`.
             shuffle: As in `fit`.
             epoch: The epoch's number, from 0 (default 0), which with PyTorch's seed determines the order.
@@ -885,6 +895,12 @@ class Model(StepMethods):
 
         Your own step updates the latter, which are reset for each epoch and each evaluation.
 
+        Example:
+            >>> model = Model(nn.Linear(1, 1))
+            >>> model.compile("sgd", "mse", metrics=["mae"])
+            >>> [metric.name for metric in model.metrics]
+            ['mae']
+
         Source: `keras.Model.metrics`.
         """
         return [*self._engine.config.metrics, *metrics_in(vars(self)).values()]
@@ -892,6 +908,12 @@ class Model(StepMethods):
     @property
     def metrics_names(self) -> list[str]:
         """The names of a batch's logs: `"loss"`, `<output>_loss` for each of several outputs, and the metrics' names.
+
+        Example:
+            >>> model = Model(nn.Linear(1, 1))
+            >>> model.compile("sgd", "mse", metrics=["mae"])
+            >>> model.metrics_names
+            ['loss', 'mae']
 
         Source: `keras.Model.metrics_names`.
         """
@@ -908,7 +930,7 @@ class Model(StepMethods):
         input_size: Sequence[int] | None = None,
         x: Any = None,
     ) -> None:
-        """Print the layers with their outputs and parameters, which are marked if tied or frozen, and the totals.
+        """Print a table of the layers, their outputs and their parameters (marked if tied or frozen), with totals.
 
         It also prints the memory that training takes on each core and, after the first step, the floating-point formats
         of that step. The outputs' shapes are known from the first batch of any step or from a batch given here; before,
@@ -916,8 +938,9 @@ class Model(StepMethods):
 
         Args:
             print_fn: A function that gets the text (default: `print`).
-            input_size: The shape of an input, including rows: zeros of this shape run through the module once.
-            x: A batch of inputs to run through the module instead, e.g. integers or several inputs.
+            input_size: The shape of an input, including rows: zeros of this shape run through the module once (default:
+                none).
+            x: A batch of inputs to run through the module instead, e.g. integers or several inputs (default: none).
 
         Raises:
             ArgumentError: `print_fn` isn't callable, or `input_size` isn't a shape.
@@ -1035,6 +1058,10 @@ class Model(StepMethods):
         """The bytes of a core's memory that are in use; None if the runtime doesn't report it, as for several cores.
 
         On a GPU it is the peak so far, as `torch.cuda.max_memory_allocated` counts it.
+
+        Example:
+            >>> Model(nn.Linear(1, 1)).memory_used is None  # before training, and on a CPU
+            True
         """
         return self._engine.memory_used
 
@@ -1068,12 +1095,30 @@ class Model(StepMethods):
 
     @property
     def steps_taken(self) -> int:
-        """The number of training steps since the model was made."""
+        """The number of training steps since the model was created.
+
+        Example:
+            >>> import torch
+            >>> model = Model(nn.Linear(1, 1))
+            >>> model.compile("sgd", "mse")
+            >>> _ = model.fit(torch.ones(64, 1), torch.ones(64, 1), epochs=3, verbose=0)
+            >>> model.steps_taken, model.rows_seen
+            (6, 192)
+        """
         return self._engine.state.numbers.step
 
     @property
     def rows_seen(self) -> int:
-        """The number of rows in all training, evaluation and prediction steps since the model was made."""
+        """The number of rows in all training, evaluation and prediction steps since the model was created.
+
+        Example:
+            >>> import torch
+            >>> model = Model(nn.Identity())
+            >>> model.compile(None, "mse")
+            >>> _ = model.evaluate(torch.ones(64, 1), torch.ones(64, 1), verbose=0)
+            >>> model.rows_seen
+            64
+        """
         return self._engine.state.numbers.rows_seen
 
     @property
@@ -1082,6 +1127,14 @@ class Model(StepMethods):
 
         Steps count from 1 over all training of the model; None if no such step is known. The step is noted without
         extra cost when the host waits for the device anyway: at most 64 graphs later, and at the end of each epoch.
+
+        Example:
+            >>> import torch
+            >>> model = Model(nn.Linear(1, 1))
+            >>> model.compile("sgd", "mse")
+            >>> _ = model.fit(torch.ones(64, 1), torch.ones(64, 1), verbose=0)
+            >>> model.first_bad_step is None
+            True
         """
         return self._engine.log.first_bad_step
 
@@ -1126,7 +1179,9 @@ class Model(StepMethods):
         """
         to = None if to is None else require_flag("to", to)
         if self._engine.config.ema is None and to is not False:
-            raise ArgumentError("there are no moving averages of the weights: model.compile(..., use_ema=True)")
+            raise ArgumentError(
+                "there are no moving averages of the weights: call model.compile(..., use_ema=True) first"
+            )
         self._engine.state.swap_ema(to)
 
     @in_turn()
@@ -1163,7 +1218,8 @@ class Model(StepMethods):
 
         Args:
             state: Host tensors by name, as `state_dict` returns them.
-            skip_mismatch: Load the weights that fit and warn of the rest, instead of raising an error.
+            skip_mismatch: Load the weights that fit and warn about the rest, instead of raising an error (default
+                False).
 
         Raises:
             ArgumentError: `state` isn't a dict of tensors by name.
@@ -1315,7 +1371,8 @@ class Model(StepMethods):
             filepath: A path ending in `.safetensors`; or in `.pt`, `.pth`, `.ckpt` or `.bin`, of a file by `torch.save`
                 with tensors by name, at the top level or under `"state_dict"`, `"model_state_dict"` or `"model"`. Code
                 in the file is never run: a file that needs code is refused.
-            skip_mismatch: Load the weights that fit and warn of the rest, instead of raising an error.
+            skip_mismatch: Load the weights that fit and warn about the rest, instead of raising an error (default
+                False).
 
         Raises:
             ArgumentError: The path has another suffix, or is a folder.

@@ -32,7 +32,7 @@ def show_batch(x: Any, y: Any = None, count: int = 16, *, labels: Labels = None)
     Args:
         x: Images, of shape `(rows, channels, height, width)`, `(rows, height, width, channels)` or
             `(rows, height, width)`, or a `Dataset`, a `DataLoader` or another iterable of batches.
-        y: Targets, with arrays.
+        y: Targets, with arrays (default: none).
         count: The largest number of images (default 16).
         labels: The names of the classes (default: their numbers, from 0).
 
@@ -78,11 +78,11 @@ def show_top_losses(
     Args:
         model: A compiled model.
         x: As in `show_batch`.
-        y: Targets, with arrays.
+        y: Targets, with arrays (default: none; other data yield them).
         count: The number of images (default 9).
         labels: The names of the classes (default: their numbers, from 0).
         loss: A function of (prediction, target), for batches of one row (default: the model's loss).
-        batch_size: Rows per core, as in `Model.predict`.
+        batch_size: Rows per core, as in `Model.predict` (default 32).
 
     Returns:
         Matplotlib's `Figure`, with the largest loss first. Rows are counted from 0.
@@ -105,7 +105,9 @@ def show_top_losses(
     """
     count = require_whole("count", count)
     if process_count() > 1:
-        raise ArgumentError("show_top_losses needs all rows on one host, and there are several hosts")
+        raise ArgumentError(
+            "show_top_losses needs all rows on one host, but there are several hosts: run it on a single host"
+        )
     row_loss = _make_row_loss(model) if loss is None else lambda _, target, predicted: loss(predicted, target)
     top: list[tuple[float, int, Any, Any, Any]] = []
     row = 0

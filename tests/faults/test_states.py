@@ -909,7 +909,7 @@ def test_an_objects_state_on_the_device_is_resumed(cores, name, tmp_path):
 
 def test_a_module_without_savable_state_is_refused(cores, tmp_path):
     steps = []
-    with pytest.raises(WeightsError, match="something other than tensors under .'_extra_state'"):
+    with pytest.raises(WeightsError, match="values other than tensors, which can't be saved, under .'_extra_state'"):
         count = LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(batch))
         train(lambda: {"module": Extra}, ModelCheckpoint(tmp_path), count, eager=True)
     assert not steps

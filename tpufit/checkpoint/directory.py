@@ -64,8 +64,8 @@ class CheckpointDirectory:
         except LockedError as held:
             if held.here:
                 raise CheckpointBusyError(
-                    f"another callback of this process keeps checkpoints in {self.path.absolute()}: two in one folder "
-                    "would overwrite each other. Give each its own folder"
+                    f"another callback of this process writes checkpoints to {self.path.absolute()}. Two callbacks "
+                    "would overwrite each other's checkpoints: give each a separate folder"
                 ) from None
             cure = "two runs in one folder would overwrite each other. Wait until it ends, or pass another path"
             raise CheckpointBusyError(f"{held} trains into {self.path.absolute()}: {cure}") from None

@@ -32,7 +32,7 @@ def export(filepath: str | os.PathLike[str], engine: Engine, example: Any) -> No
     module = engine.model.module
     if target.suffix == ".tflite":
         raise ArgumentError(
-            "LiteRT has its own converter, for the module on the host: "
+            "model.export writes no .tflite file, because LiteRT has its own converter: "
             "litert_torch.convert(model.to_cpu().eval(), (example,)).export(filepath)"
         )
     if target.suffix not in (".pt2", ".onnx"):
@@ -77,7 +77,7 @@ def _require_onnx(module: nn.Module) -> None:
     weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     if weights >= _ONNX_LIMIT:
         raise ArgumentError(
-            f"an .onnx file holds less than 2 GB, and the weights are {size(weights)}: export a .pt2 file"
+            f"an .onnx file can't be larger than 2 GB, but the weights take {size(weights)}: export a .pt2 file"
         )
 
 

@@ -53,7 +53,10 @@ def read_checkpoint_at(path: str | os.PathLike[str], best: bool = False) -> Chec
             cure = "Pass another checkpoint, or its run's folder, of which the newest intact checkpoint is read"
             raise CheckpointDamagedError(f"{error}. {cure}") from error
         if best:
-            raise ArgumentError(f"which='best' chooses among a run's checkpoints, and {path} is a single checkpoint")
+            raise ArgumentError(
+                f"which='best' chooses among a run's checkpoints, but {path} is a single checkpoint: pass the run's "
+                "folder, or leave out which"
+            )
         return checkpoint
     run = CheckpointDirectory(path)
     chosen = run.best(check_state) if best else run.newest(check_state)

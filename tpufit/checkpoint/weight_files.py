@@ -106,8 +106,8 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     pickled = Path(path).suffix in SUFFIXES
     if Path(path).is_dir():
         raise ArgumentError(
-            f"weights are kept as safetensors: pass a path ending in '{_SUFFIX}', and {str(path)!r} is a folder. "
-            f"tpufit.load({str(path)!r}, net) loads what model.save or ModelCheckpoint keeps there"
+            f"weights are stored as safetensors: expected a path ending in '{_SUFFIX}', got the folder {str(path)!r}. "
+            f"If model.save or ModelCheckpoint wrote it, call tpufit.load({str(path)!r}, net)"
         )
     mirror = Mirror(os.fspath(path) if pickled else check_weights_path(path), file=True)
     mirror.pull()
@@ -156,5 +156,5 @@ def check_weights_path(path: str | os.PathLike[str]) -> str:
         'runs/best.safetensors'
     """
     if Path(path).suffix != _SUFFIX:
-        raise ArgumentError(f"weights are kept as safetensors: pass a path ending in '{_SUFFIX}', got {str(path)!r}")
+        raise ArgumentError(f"weights are stored as safetensors: pass a path ending in '{_SUFFIX}', got {str(path)!r}")
     return os.fspath(path)

@@ -73,7 +73,7 @@ class Joiner:
         for group in together:
             if len({sum(count) for count in group}) == 1 and any(count != group[0] for count in group):
                 got = _describe_uneven_batch(parts, group)
-                raise BatchError(f"{self._name} must give batches whose parts have equally many rows, got {got}")
+                raise BatchError(f"{self._name} must yield batches whose parts have equally many rows, got {got}")
         return _describe_uneven_batch(parts, counts)
 
     def _warn_of_positions(self, joined: _Joined, uneven: str) -> None:
@@ -85,8 +85,8 @@ class Joiner:
         else:
             return
         warn(
-            f"{self._name} gives one batch per core; these are joined row by row, but {why} then all point into "
-            f"the first batch. If you have such numbers, {_CURE}"
+            f"{self._name} yields one batch per core, and these batches are joined row by row, but {why} then all "
+            f"point into the first batch. If you have such numbers, {_CURE}"
         )
 
 

@@ -62,7 +62,8 @@ class Share:
                 return leaf
             if len(leaf) != rows:
                 raise DataError(
-                    f"on several hosts each tensor of a batch must have one row per sample, got {rows} and {len(leaf)}"
+                    f"on several hosts each tensor of a batch must have one row per sample, got tensors of {rows} and "
+                    f"{len(leaf)} rows: build other tensors in the module"
                 )
             return leaf[mine]
 

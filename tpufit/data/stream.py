@@ -50,20 +50,20 @@ def stream(
     Args:
         x: Arrays, tensors or tables (or a nest of them), a map-style or iterable `Dataset`, another object with
             `__len__` and `__getitem__`, a list of rows, a `DataLoader`, or any iterable of batches.
-        y: Targets, with arrays only: the other forms yield them with `x`.
-        sample_weight: One weight per row, with arrays only.
+        y: Targets, with arrays only (default: none): the other forms yield them with `x`.
+        sample_weight: One weight per row, with arrays only (default: none).
         batch_size: Rows per core (default 32). Loaders and iterables make their own batches, one per core, or with
             `"global"` one for all cores together.
-        cores: The number of cores that share a global batch of `batch_size * cores` rows.
-        shuffle: True shuffles arrays and map-style data sets each epoch, `"batch"` only within each `batch_size` rows;
-            loaders and iterables are never shuffled.
-        seed: The seed, which with the epoch's number determines the order.
+        cores: The number of cores that share a global batch of `batch_size * cores` rows (default 1).
+        shuffle: True shuffles arrays and map-style data sets each epoch, `"batch"` only within each `batch_size` rows,
+            False (default) never; loaders and iterables are never shuffled.
+        seed: The seed, which with the epoch's number determines the order (default 0).
         steps: Global batches per epoch (default: as many as the data have). Required for endless data.
-        restart: With `steps`: True begins each epoch with the first batch (evaluation), False continues where the
-            previous epoch ended (training).
+        restart: With `steps`: True begins each epoch with the first batch (evaluation), False (default) continues where
+            the previous epoch ended (training).
         local_shards: The shards of a batch that this process reads, one per core (default: all). With fewer, batches
             are `LocalBatch`s, and only iterables other than `PerHost` are read whole.
-        name: The data's name in errors.
+        name: The data's name in errors (default `"x"`).
 
     Returns:
         The stream, from which nothing has been read yet.

@@ -179,7 +179,7 @@ class PackedDataset(RowsOfTokens):
 
         Args:
             indices: The rows' indices, from 0, shape `(batch,)`.
-            epoch: Unused: each epoch has the same rows.
+            epoch: Unused (default 0): each epoch has the same rows.
         """
         shape = (len(indices), self.length)
         tokens = np.full(shape, self.pad, dtype=np.int64)
@@ -259,7 +259,10 @@ class TokenFile(RowsOfTokens):
                 f"{path} must hold whole numbers in one dimension, got {self._tokens.dtype} {self._tokens.shape}"
             )
         if len(self) < 1:
-            raise DataError(f"{path} has {say_count(len(self._tokens), 'token')}, too few for a row of {length}")
+            raise DataError(
+                f"{path} has {say_count(len(self._tokens), 'token')}, too few for a row of {length}: pass a smaller "
+                "length"
+            )
 
     def __len__(self) -> int:
         return (len(self._tokens) - self.shift) // self.length
@@ -288,7 +291,7 @@ class TokenFile(RowsOfTokens):
 
         Args:
             indices: The rows' indices, from 0, shape `(batch,)`.
-            epoch: Unused: each epoch has the same rows.
+            epoch: Unused (default 0): each epoch has the same rows.
         """
         places = np.asarray(indices)[:, None] * self.length + np.arange(self.length + self.shift)
         tokens = self._tokens[places]

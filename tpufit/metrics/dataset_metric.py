@@ -91,8 +91,8 @@ class DatasetMetric:
             )
         if self._spec is not None and spec != self._spec:
             raise DataError(
-                f"{self.name!r} joins the predictions and targets of all batches, which must have one form, got "
-                f"{describe_nest(pair[0])} and {describe_nest(pair[1])} after another form"
+                f"{self.name!r} joins the predictions and targets of all batches, which must have the same structure, "
+                f"but {describe_nest(pair[0])} and {describe_nest(pair[1])} came after batches of another structure"
             )
         self._spec = spec
         return [leaf.detach() for leaf in leaves]

@@ -113,8 +113,8 @@ class _Data:
         """Read the first batch of one core, independent of the user's epochs."""
         if isinstance(self.data.x, Iterator):
             raise ArgumentError(
-                f"{self.data.name} is an iterator, of which a preflight would use up a batch: pass data to be read "
-                "again"
+                f"{self.data.name} is an iterator, and a preflight would consume its first batch: pass data that can "
+                "be read again, such as a list of the batches or a DataLoader"
             )
         data = self.stream(1)
         batch = data.read_first()

@@ -68,7 +68,9 @@ def start(cores: CoresArgument, asked_by: str, eager: bool = False) -> Cores:
         return _settled
     if eager and request.count in (None, 1) and not request.index and not releases.has_runtime():
         if driver().has_hosts():
-            raise ArgumentError("run_eagerly=True runs on one host's processor, and this is one of several hosts")
+            raise ArgumentError(
+                "run_eagerly=True computes on one host's processor, but this is one of several hosts: leave it out"
+            )
         return Cores(1, 0, "host", asked_by)
     if _failed is not None:  # torch_xla can be started only once: 2.8 ends a process that tries again
         cure = f"{driver().name} can't be started again in this process: then restart it (in a notebook: the kernel)"

@@ -36,7 +36,7 @@ def send_rows(tensors: Sequence[Tensor], rows: int, placement: Placement, axis: 
         if tensor.shape[axis] != sum(sizes):
             raise BatchError(
                 f"each tensor of a batch must have one row for each of this host's {sum(sizes)} samples, got shape "
-                f"{tuple(tensor.shape)}. Make other tensors in the module"
+                f"{tuple(tensor.shape)}. Build other tensors in the module"
             )
         sent.append(driver().send_parts(tensor.detach().split(sizes, axis), axis, block, rows, placement))
     return sent

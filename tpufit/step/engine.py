@@ -196,7 +196,9 @@ class Engine:
         """Return the placement of steps on these cores, or on a recorder; with `run_eagerly`, on the host."""
         if self.config.run_eagerly:
             if cores.hosts > 1:
-                raise ArgumentError("run_eagerly=True runs on one host's processor, and this is one of several hosts")
+                raise ArgumentError(
+                    "run_eagerly=True computes on one host's processor, but this is one of several hosts: leave it out"
+                )
             return HOST
         placement = placement_on(cores, recorder)
         if placement.eager:

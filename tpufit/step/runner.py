@@ -424,7 +424,7 @@ class StepRunner:
                 if self._transform is not None:
                     batch = self._transform(batch)
                     if batch is None:
-                        raise ArgumentError("device_transform must return the batch, got None")
+                        raise ArgumentError("device_transform must return the batch, got None: end it with return")
                 # Class weights come after the transform, which may change the labels.
                 if engine.options.class_weight is not None and self._role.learns:
                     batch = engine.options.class_weight.weigh(batch, engine.state.placement)
@@ -462,7 +462,9 @@ class StepRunner:
             if not self._role.makes_logs:
                 outputs = engine.model.predict_step(batch)
                 if outputs is None:
-                    raise ArgumentError(f"{type(engine.model).__name__}.predict_step must return outputs, got None")
+                    raise ArgumentError(
+                        f"{type(engine.model).__name__}.predict_step must return outputs, got None: end it with return"
+                    )
                 return outputs
             with metrics.tracking(vars(engine.model)):
                 logs = self._require_logs(engine.model.test_step(batch))

@@ -120,8 +120,8 @@ def _check_dimension(pattern: str, dim: Any, name: str, parameter: Tensor) -> in
     if not -parameter.dim() <= dim < parameter.dim():
         raise ArgumentError(
             f"shard[{pattern!r}] is dimension {dim}, and {name} of shape {tuple(parameter.shape)} has "
-            f"{parameter.dim()}. Give another dimension, or put {name!r}: None first, as the first pattern that fits "
-            "counts"
+            f"{parameter.dim()}. Give another dimension, or put {name!r}: None first, because the first "
+            "matching pattern counts"
         )
     return dim % parameter.dim()
 
@@ -138,10 +138,10 @@ def _check_matched(shard: Mapping[str, Any], matched: set[str], module: nn.Modul
         buffers = [name for name, _ in module.named_buffers() if fnmatchcase(name, pattern)]
         if buffers:
             raise ArgumentError(
-                f"shard[{pattern!r}] fits only buffers ({join_few(buffers)}), which stay whole: leave it out"
+                f"shard[{pattern!r}] matches only buffers ({join_few(buffers)}), which stay whole: leave it out"
             )
         near = difflib.get_close_matches(str(pattern), names, 3, 0.3) or names[:3]
         raise ArgumentError(
-            f"shard[{pattern!r}] fits no parameter's name. A * stands for anything, as in 'blocks.*.weight'; "
+            f"shard[{pattern!r}] matches no parameter's name. A * stands for anything, as in 'blocks.*.weight'; "
             f"some names: {', '.join(near) or 'none, as the module has no parameters'}"
         )

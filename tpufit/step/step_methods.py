@@ -197,7 +197,7 @@ class StepMethods(Holder):
             The module's output. Of the output of a Hugging Face model only the logits, if it has any.
 
         Raises:
-            BatchError: x gives single rows.
+            BatchError: x has single rows.
 
         Source: `keras.Model.predict_step`.
         """
@@ -206,7 +206,7 @@ class StepMethods(Holder):
         # A vector x may be a batch of single numbers, but then the output has a row for each number.
         if isinstance(x, Tensor) and isinstance(y_pred, Tensor) and x.dim() == 1 and y_pred.shape[:1] != x.shape:
             raise BatchError(
-                f"x gives single rows, not batches: from x of shape {tuple(x.shape)} the module makes an output of "
+                f"x has single rows, not batches: from x of shape {tuple(x.shape)} the module makes an output of "
                 f"shape {tuple(y_pred.shape)}. Pass one array with all rows, a Dataset, or batches of shape (rows, ...)"
             )
         return y_pred

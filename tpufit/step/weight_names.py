@@ -19,7 +19,8 @@ def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     foreign = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if foreign:
         raise WeightsError(
-            f"the module's state holds something other than tensors under {foreign}, which can't be saved"
+            f"the module's state has values other than tensors, which can't be saved, under {foreign}: keep tensors in "
+            "buffers, and other values in attributes, not in the state_dict"
         )
     return dict(state)
 
@@ -98,7 +99,7 @@ def check_weights(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], d
     others = [f"{n}: {given[n].dtype} then, {t.dtype} now" for n, t in expected.items() if given[n].dtype != t.dtype]
     if dtypes and others:
         raise CheckpointMismatchError(
-            f"the checkpoint has other dtypes: {join_few(others)}. compile with the precision that it was made with"
+            f"the checkpoint has other dtypes: {join_few(others)}. call compile with the precision of the checkpoint"
         )
 
 

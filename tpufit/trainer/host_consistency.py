@@ -118,7 +118,7 @@ def _share_weights(engine: Engine) -> None:
     named = [names.get(keys[i], "state of an optimizer") for i in differing]
     warn(
         f"{say_count(len(named), 'tensor')} differed between the hosts, and all use process 0's now: "
-        f"{join_few(named)}. Seed all hosts alike, with tpufit.set_random_seed, before the net is made"
+        f"{join_few(named)}. Seed all hosts alike, with tpufit.set_random_seed, before you build the net"
     )
 
 

@@ -67,7 +67,8 @@ class Predictions:
             self._spec = spec
         elif spec != self._spec:
             raise DataError(
-                f"the outputs of all batches must have one form, got {describe_nest(outputs)} after another"
+                "the outputs of all batches must have the same structure, but "
+                f"{describe_nest(outputs)} came after another"
             )
         for column, leaf in zip(self._columns, leaves, strict=True):
             column.add(np.atleast_1d(as_array(leaf)) if isinstance(leaf, Tensor) else leaf)

@@ -64,10 +64,10 @@ def _find_tested(found: Mapping[str, str | None]) -> Mapping[str, tuple[str, ...
 
 
 def has_runtime() -> bool:
-    """True if a runtime is installed that tpufit can start: torch_xla, so far.
+    """True if torch_xla is installed. torch_tpu doesn't count, because without a TPU it has no cores.
 
     Raises:
-        VersionError: It is installed together with another release of torch, or with torch_tpu.
+        VersionError: torch_xla is installed together with another release of torch, or with torch_tpu.
     """
     if version("torch_xla") is None:
         return False

@@ -82,16 +82,17 @@ class CachedDataset(Dataset[Any]):
             processes it must be defined in a module, or in a script whose work is under `if __name__ == "__main__":`.
             Otherwise this process makes the samples.
         device_transform: A function from a batch to the model's input, which runs on the device inside the step's
-            graph: to cast, normalise, flip or crop. It doesn't affect the cache.
-        version: The samples' version. Change it when the samples change for a reason that the cache can't see.
-        seed: The seed of the random numbers.
-        copies: The number of stored variants of each sample.
-        shard_mb: The largest size of a new cache's files, in MiB. Each worker has a file in memory.
-        workers: The number of processes that make samples: `"auto"` starts one per CPU, 0 uses this process.
+            graph: to cast, normalise, flip or crop (default: none). It doesn't affect the cache.
+        version: The samples' version (default `"1"`). Change it when the samples change for a reason that the cache
+            can't see.
+        seed: The seed of the random numbers (default 0).
+        copies: The number of stored variants of each sample (default 1).
+        shard_mb: The largest size of a new cache's files, in MiB (default 256). Each worker has a file in memory.
+        workers: The number of processes that make samples: `"auto"` (default) starts one per CPU, 0 uses this process.
         mode: `"mmap"` (default) reads memory-mapped files, which the system caches in free memory; `"ram"` copies them
             into the process's memory at the first read.
-        ordered: True keeps the order of a batch's rows. False sorts them, which is faster; each core then gets adjacent
-            rows of the source.
+        ordered: True (default) keeps the order of a batch's rows. False sorts them, which is faster; each core then
+            gets adjacent rows of the source.
 
     Attributes:
         source: The source; None for a cache opened without it.
@@ -216,7 +217,7 @@ class CachedDataset(Dataset[Any]):
 
         Args:
             indices: The samples' indices, from 0, shape `(batch,)`.
-            epoch: The epoch's number: variant `epoch % copies` is read.
+            epoch: The epoch's number (default 0): variant `epoch % copies` is read.
 
         Returns:
             A sample's nest, with leaves of shape `(batch, *shape)` that share no memory. The rows are in the order of
@@ -235,7 +236,7 @@ class CachedDataset(Dataset[Any]):
 
         Args:
             progress: True (default) to show a bar.
-            repair: True checks all files first, and remakes damaged files.
+            repair: True checks all files first, and remakes damaged files (default False).
 
         Raises:
             DataError: A sample can't be made, or its form differs from the first sample's.

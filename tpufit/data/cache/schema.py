@@ -101,7 +101,9 @@ def check_same_structure(
     if other != structure:
         names = {name: name for name in (*leaves, *(field.name for field in fields))}
         both = [unflatten(nest, names) for nest in (other, structure)]
-        raise DataError(f"sample {index} has the structure {both[0]}, but sample 0 has {both[1]}: all must be alike")
+        raise DataError(
+            f"sample {index} has the structure {both[0]}, but sample 0 has {both[1]}: give all samples one structure"
+        )
     for field in fields:
         leaf = leaves[field.name]
         if leaf.shape != field.shape or leaf.dtype != field.dtype:

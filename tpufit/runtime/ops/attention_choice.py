@@ -70,7 +70,7 @@ def choose_flash(
     if obstacle and forms.requested == "flash" and obstacle not in forms.warned:
         forms.warned.add(obstacle)
         name = "the step" if layer is None else type(layer).__name__
-        warn(f"attention='flash', but {name} has plain attention: {obstacle}")
+        warn(f"attention='flash', but {name} uses plain attention: {obstacle}")
     return None if obstacle else (placement, pattern)
 
 
