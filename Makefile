@@ -1,34 +1,34 @@
 # make demo    train a network on 8 virtual cores
 # make check   the quick tests
-# make test    what a change must pass, and all that .ci/run runs: all tests except the exhaustive ones
+# make test    the gate of every change, which .ci/run runs: all tests except the exhaustive ones
 # make soak    the exhaustive tests
-# make images  the quick tests and more on copies of Kaggle's and Colab's images, and where TorchTPU is installed
-# make torchtpu  the last of them alone
+# make images  the quick tests and more, in environments like Kaggle's and Colab's images, and with TorchTPU
+# make torchtpu  only the tests with TorchTPU
 # make docs    the site, in build/site
 # make lock    renews tests/constraints.txt, the versions of all packages that the commands above install
-# make newest  what `make test` runs, with the newest packages that setup.cfg allows, in .venv-newest
+# make newest  the tests of `make test`, with the newest packages that setup.cfg allows, in .venv-newest
 #
-# The first of them builds .venv, and `make soak` and `make docs` build .venv-soak, which has more packages.
-# PYTHON=python3.12 chooses with what, and JOBS=1 runs one test at a time.
+# The first command creates .venv; `make soak` and `make docs` create .venv-soak, which has more packages.
+# PYTHON=python3.12 chooses the Python of the environment, and JOBS=1 runs one test at a time.
 
 PYTHON ?= python3
-# One more than processors, for tests that wait.
+# One process more than there are processors, because some tests wait.
 JOBS ?= $(shell expr $$(nproc) + 1)
 BIN := .venv/bin
-# A process of tests takes up to 2 GB.
+# Each process takes up to 2 GB of memory.
 PARALLEL := --numprocesses $(JOBS) --maxprocesses 4
-# Expanded where they are used, because BIN depends on the target.
+# Expanded at each use (=, not :=), because BIN depends on the target.
 PYTEST = $(BIN)/python -m pytest $(PARALLEL)
 RERUN = $(BIN)/python tests/rerun_failed.py $(PARALLEL)
 READY := .venv/ready
-# pip's variable, and not its option, applies to the isolated environment of a build too, before pip 25.3.
+# Before pip 25.3, only the variables, not the option --constraint, also apply to the isolated environment of a build.
 CONSTRAINTS := tests/constraints.txt
 LOCKED := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS)
 
-# Also on a machine that has a TPU: all this is about virtual cores, and the library says how many.
+# Even on a machine with a TPU, the tests run on virtual cores; tpufit itself sets their number.
 export PJRT_DEVICE := CPU
 unexport CPU_NUM_DEVICES
-# Some images set it. Then each of the tests' many processes compiles the package and the tests anew.
+# Some images set this variable, and each of the tests' many processes would compile the package and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test soak images torchtpu docs lock newest lint

@@ -1,7 +1,8 @@
-"""Makes the description for the package index out of README.md. All else about the build is in setup.cfg.
+"""Creates the description for the package index from README.md. Everything else about the build is in setup.cfg.
 
-The index shows the description alone, without the files that the README links to and without its pictures. If setup.cfg
-names the repository's address as `url`, they lead there; if not, links are their words, and pictures are left out.
+The index shows only the description, without the files and pictures that the README links to. If setup.cfg has the
+repository's address as `url`, links and pictures lead to the repository; otherwise a link becomes plain text, and
+pictures are omitted.
 """
 
 import configparser
@@ -13,12 +14,12 @@ from setuptools import setup
 ROOT = Path(__file__).resolve().parent
 PICTURE = re.compile(r"<picture>.*?</picture>\n*", re.S)
 LINK = re.compile(r"\[([^][]+)\]\((?!\w+:|#)([^)]+)\)")
-# These are for whoever has a copy of the repository. The last of them is nothing but links.
+# Sections for readers with a copy of the repository. The last one consists only of links.
 SECTIONS = re.compile(r"^## (Try it|Documentation)\n.*?(?=^## )", re.M | re.S)
 
 
 def description(readme: str, url: str = "", version: str = "") -> str:
-    """The README for the index, with the repository's address if there is one."""
+    """Return the description for the index; `url` is the repository's address, if there is one."""
     if not url:
         return LINK.sub(r"\1", SECTIONS.sub("", PICTURE.sub("", readme)))
     files, raw = f"{url}/blob/v{version}/", f"{url}/raw/v{version}/"

@@ -28,8 +28,8 @@ class TrainedModel(Protocol):
         input_bound: The share of time in which the device waited for data, from 0 to 1, in the current epoch or,
             between two epochs, in the previous one.
         first_bad_step: The first training step known to have returned a scalar that is not finite.
-        steps_taken: The number of training steps since the model was made.
-        rows_seen: The number of rows trained on, evaluated or predicted since the model was made.
+        steps_taken: The number of training steps since the model was created.
+        rows_seen: The number of rows trained on, evaluated or predicted since the model was created.
     """
 
     stop_training: bool

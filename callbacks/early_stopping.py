@@ -21,8 +21,8 @@ class EarlyStopping(MonitorCallback):
     Args:
         monitor: The log to monitor (default `"val_loss"`). If it is missing, a warning lists the available logs.
         min_delta: The least change that counts as better (default 0).
-        patience: The number of epochs in a row without an improvement after which training ends (default 0, which like
-            1 ends it at the first).
+        patience: The number of epochs in a row without an improvement after which training ends (default 0, which
+            means the same as 1: training ends at the first such epoch).
         verbose: 1 prints a line when it stops training and restores weights; 0 (default) prints nothing.
         mode: `"min"`, `"max"` or `"auto"` (default: decided by the metric, else by the log's name; if neither decides,
             `fit` raises an error).

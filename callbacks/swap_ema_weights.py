@@ -26,7 +26,7 @@ class SwapEMAWeights(Callback):
 
     def __init__(self, swap_on_epoch: bool = False) -> None:
         self.swap_on_epoch = swap_on_epoch
-        self._misled: list[str] = []  # callbacks that keep the weights of an epoch and judge it by the averages
+        self._misled: list[str] = []  # callbacks that keep an epoch's weights, but rate it by its averages
 
     def set_callbacks(self, callbacks: Sequence[Any]) -> None:
         """Find the callbacks that restore weights, among a run's callbacks."""
@@ -40,7 +40,7 @@ class SwapEMAWeights(Callback):
         ]
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Warn of callbacks that keep the weights of an epoch and judge it by the averages."""
+        """Warn about callbacks that keep an epoch's weights, but rate the epoch by its averages."""
         for name in self._misled:
             warn(
                 f"{name}(restore_best_weights=True) chooses the best epoch by the averaged weights' validation, but "

@@ -128,7 +128,7 @@ class TensorBoard(Callback):
 
     @property
     def steps(self) -> int:
-        """The training steps that the logs are by: of all `fit` calls with this object, and before a resumption."""
+        """The x-axis of the logs: training steps in all `fit` calls with this object, also before a resumption."""
         return self._steps_before + (
             0 if self._steps_at_begin is None else self.model.steps_taken - self._steps_at_begin
         )

@@ -1,4 +1,4 @@
-"""Lets mkdocstrings show the examples in docstrings as code: griffe reads a section as code only if it is a plural."""
+"""Lets mkdocstrings show the examples in docstrings as code, which griffe does only for the heading `Examples:`."""
 
 import re
 
@@ -6,7 +6,7 @@ import griffe
 
 
 class PluralExamples(griffe.Extension):
-    """Reads `Example:` as `Examples:`, and a `Source:` line as a paragraph of its own."""
+    """Reads `Example:` as `Examples:`, and a `Source:` line as a separate paragraph."""
 
     def on_instance(self, *, obj: griffe.Object, **others: object) -> None:
         if obj.docstring:

@@ -1,6 +1,6 @@
-"""Puts the programs and notebooks of `examples/` onto the site.
+"""Adds the programs and notebooks of `examples/` to the site.
 
-The pages link to them as they lie in the repository, so that the links also work where the pages are read as files.
+The pages link to the examples by their places in the repository, so that the links also work without the site.
 """
 
 import re
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the examples to the files that the site consists of."""
+    """Add the examples to the site's files."""
     for path in sorted((ROOT / "examples").iterdir()):
         if path.suffix in (".py", ".ipynb"):
             name = path.relative_to(ROOT).as_posix()
@@ -22,5 +22,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **others: object) -> str:
-    """On the site they are two folders nearer: `docs/pages` is its root."""
+    """Shorten links to the examples by two folders, because `docs/pages` is the site's root."""
     return re.sub(r"\]\(((?:\.\./)*)\.\./\.\./examples/", r"](\1examples/", markdown)

@@ -1,8 +1,8 @@
-"""What torch_xla and TorchTPU compute wrongly: writes `pages/reference/operations.md` from `operations.json`.
+"""Writes `pages/reference/operations.md`, about wrong results of torch_xla and TorchTPU, from `operations.json`.
 
     python docs/operations.py --record     # run PyTorch's table first, with and without tpufit: 30 minutes
 
-It records the runtime that is installed. The table is that of `tests/operation_table.py`.
+`--record` runs the table of `tests/operation_table.py` on the installed runtime.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ RECORD = DOCS / "operations.json"
 PAGE = DOCS / "pages" / "reference" / "operations.md"
 TABLE = DOCS.parent / "tests" / "operation_table.py"
 DTYPES = ("float32", "bfloat16", "complex64")
-# The verdicts, the worst first.
+# The verdicts, worst first.
 ENDED, WRONG, ERROR, UNKNOWN, RIGHT = "ends the process", "wrong", "error", "not shown", "right"
 VERDICTS = (ENDED, WRONG, ERROR, UNKNOWN, RIGHT)
-# What errors of the plugin for the CPU say, which is older than TorchTPU.
+# Words in errors of the CPU plugin, which is older than TorchTPU.
 OF_THE_PLUGIN = ("to plugin version", "no FFI handler", "host memory allocator", "no registered implementation")
 
 INTRODUCTION = """\
@@ -85,7 +85,7 @@ The same table on torch_tpu {torch_tpu} and PyTorch {torch}; an XLA:CPU plugin r
 
 
 def record() -> None:
-    """Run the table, and write the verdicts of operations that the runtime or tpufit doesn't compute rightly."""
+    """Run the table, and write the verdicts of operations that the runtime or tpufit computes wrongly."""
     runtime = "torch_xla" if find_spec("torch_xla") else "torch_tpu"
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for dtype in DTYPES:
@@ -139,7 +139,7 @@ def write_counts(found: dict[str, Any], runtime: str) -> str:
 
 
 def write_rows(found: dict[str, Any], runtime: str, heading: str) -> str:
-    """Return the operations that aren't right, the worst first, in a section for each dtype."""
+    """Return the operations with a verdict other than right, worst first, in a section for each dtype."""
     parts = []
     for dtype in found["operations"]:
         rows = [row for row in found["rows"] if row["dtype"] == dtype]

@@ -1,7 +1,7 @@
-"""`python docs/tpu_reports.py` writes the reports of TPUs in `docs/reports/*.json` into README and pages.
+"""`python docs/tpu_reports.py` writes the results of the TPU reports in `docs/reports/*.json` into README and pages.
 
-In a page, `<!-- shown: sentence -->` and `<!-- shown: table -->` begin what it replaces, up to `<!-- /shown -->`.
-No line of text begins with one: Markdown would take the whole line for HTML.
+It replaces the text between `<!-- shown: sentence -->` or `<!-- shown: table -->` and `<!-- /shown -->`. No line of
+text may begin with such a mark, because Markdown would take the whole line for HTML.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 PAGES = [DOCS.parent / "README.md", DOCS / "pages" / "index.md", DOCS / "pages" / "how-it-works.md"]
-NOTHING = "**No TPU has run it yet.**"
+NOTHING = "**not tested yet.**"
 _PLACE = re.compile(r"(<!-- shown: (\w+) -->).*?(<!-- /shown -->)", re.S)
 _FAILED = ("FAILED", "no start")
 
@@ -22,25 +22,25 @@ Report = dict[str, Any]
 
 
 def reports(folder: Path) -> list[Report]:
-    """The reports of TPUs in a folder, by their dates. Those of virtual cores show nothing."""
+    """Return the reports of TPUs in a folder, by date. Reports of virtual cores prove nothing, and are omitted."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     return sorted((one for one in found if one["machine"]["platform"] == "TPU"), key=lambda one: one["date"])
 
 
 def tpu(report: Report) -> str:
-    """The TPU of a report, e.g. `"v5e, 8 cores"`."""
+    """Return the TPU of a report, e.g. `"v5e, 8 cores"`."""
     machine = report["machine"]
     chips = " and ".join(sorted(set(machine["chips"]))) or "TPU"
     return f"{chips}, {machine['cores']} core{'s' * (machine['cores'] != 1)}"
 
 
 def failed(report: Report) -> list[str]:
-    """The checks of a report that failed."""
+    """Return the failed checks of a report."""
     return [check["name"] for check in report["checks"] if check["status"] in _FAILED]
 
 
 def sentence(found: Sequence[Report]) -> str:
-    """What has run, in a sentence; for each TPU its last report counts."""
+    """Return a sentence about the TPUs that have run tpufit; for each TPU the latest report counts."""
     last = {tpu(report): report for report in found}
     if not last:
         return NOTHING
@@ -51,7 +51,7 @@ def sentence(found: Sequence[Report]) -> str:
 
 
 def table(found: Sequence[Report]) -> str:
-    """A row for each report; nothing if there is none."""
+    """Return a table with a row for each report; "" without reports."""
     if not found:
         return ""
     rows = ["| TPU | where | torch_xla | day | checks passed | failed |", "| --- | --- | --- | --- | ---: | --- |"]
@@ -65,7 +65,7 @@ def table(found: Sequence[Report]) -> str:
 
 
 def updated(text: str, found: Sequence[Report]) -> str:
-    """A page's text with what the reports show."""
+    """Return a page's text with the results of the reports."""
     write = {"sentence": sentence, "table": table}
     return _PLACE.sub(lambda place: place[1] + write[place[2]](found) + place[3], text)
 

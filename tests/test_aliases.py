@@ -209,7 +209,7 @@ def train(cores, model, optimizer=None, epochs=3, **compiling):
     """Train, and return the losses, the state and the reason why steps are traced."""
     model.compile(optimizer or "sgd", "mse", scale_lr=None, **compiling)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the train step (is traced anew|runs operation by operation)")
+        warnings.filterwarnings("ignore", "the train step (is traced again|runs operation by operation)")
         losses = model.fit(X, Y, 8 // cores, epochs, shuffle=False, verbose=0, cores=cores).history["loss"]
     state = dict(model.state_dict())
     for i, kept in enumerate(model.optimizer.state.values()):

@@ -52,7 +52,7 @@ def train(architecture, cores, jit_compile):
 def test_five_replayed_steps_equal_five_traced_steps_bit_for_bit(cores, name):
     architecture = ARCHITECTURES[name]
     why = architecture.why_traced
-    said = f"the train step is traced anew on every call, which is slow, because {why}"
+    said = f"the train step is traced again on every call, which is slow, because {why}"
     with pytest.warns(UserWarning, match=said) if why else nullcontext():
         replayed = train(architecture, cores, "auto")
     traced = train(architecture, cores, False)

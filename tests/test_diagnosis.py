@@ -238,7 +238,7 @@ def test_why_another_graph_was_compiled(cores):
 
 @pytest.mark.cores(1)
 @pytest.mark.runtime("torch_xla")  # on TorchTPU such steps run operation by operation
-@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+@pytest.mark.filterwarnings("ignore:the train step is traced again")
 def test_reads_fallbacks_and_random_branches_name_their_lines(cores, capsys, clock):
     def reads(net, h):
         return h * (h.mean().item() > 0)

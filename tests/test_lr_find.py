@@ -255,7 +255,7 @@ def test_fit_continues_as_without_lr_find(cores, name):
 
 @on_cores
 @pytest.mark.soak_on(8)
-@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+@pytest.mark.filterwarnings("ignore:the train step is traced again")
 @pytest.mark.parametrize("name", ["control flow on the step count", "teacher forcing"])
 def test_python_counts_and_random_state_are_restored(cores, name):
     test_fit_continues_as_without_lr_find(cores, name)

@@ -472,7 +472,7 @@ def test_a_step_may_log_numbers_of_the_host(cores, how):
 def test_a_number_that_changes_is_not_frozen(cores):
     model = model_of(Numbers)
     model.counts = 1
-    with pytest.warns(UserWarning, match="traced anew on every call, which is slow, because its Python changes"):
+    with pytest.warns(UserWarning, match="traced again on every call, which is slow, because its Python changes"):
         history = model.fit(X[:64], Y[:64], 16 // cores, 3, verbose=0, cores=cores).history
     assert history["steps"] == [2.5, 6.5, 10.5]
     model = model_of(Numbers, jit_compile=True)

@@ -138,7 +138,7 @@ def test_30_steps_with_a_new_rate_each(cores, name):
 @pytest.mark.parametrize("name", TRACED)
 def test_other_optimizers_are_traced_and_say_why(cores, name):
     make, cause = TRACED[name]
-    how = {"torch_xla": "is traced anew on every call", "torch_tpu": "runs operation by operation"}[driver().name]
+    how = {"torch_xla": "is traced again on every call", "torch_tpu": "runs operation by operation"}[driver().name]
     with pytest.warns(UserWarning, match=f"the train step {how}.*{cause}"):
         model, _ = with_tpufit(make, cores)
     for key, expected in on_the_host(make)[0].items():
@@ -455,7 +455,7 @@ def test_an_optimizer_that_decides_by_a_count(cores, place):
     if place == "group":  # a number of the optimizer: each outcome of the comparison has a graph
         replayed = losses()
     else:
-        with pytest.warns(UserWarning, match="traced anew on every call.*steps"):
+        with pytest.warns(UserWarning, match="traced again on every call.*steps"):
             replayed = losses()
     assert replayed == pytest.approx(losses(run_eagerly=True))
 

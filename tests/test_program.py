@@ -363,7 +363,7 @@ def queue(net, h):
 
 
 @pytest.mark.soak_on(8)
-@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+@pytest.mark.filterwarnings("ignore:the train step is traced again")
 @pytest.mark.parametrize("extra", [part_of_a_constant, counted, part_of_an_attribute, view_that_is_kept, queue])
 def test_tensors_that_a_step_changes_in_place(cores, extra):
     class Net(nn.Module):
@@ -390,7 +390,7 @@ def test_tensors_that_a_step_changes_in_place(cores, extra):
 
 
 @pytest.mark.soak_on(8)
-@pytest.mark.filterwarnings("ignore:the (train|eval) step is traced anew")
+@pytest.mark.filterwarnings("ignore:the (train|eval) step is traced again")
 def test_a_list_that_grows_with_each_step_is_not_replayed(cores):
     everything = []
 
@@ -417,7 +417,7 @@ def test_the_users_pending_work_survives(cores):
 
 def way_of(reads):
     """Return how a step runs that can't be replayed. TorchTPU doesn't trace a step that reads a value."""
-    return "runs operation by operation" if reads and not driver().is_lazy else "is traced anew on every call"
+    return "runs operation by operation" if reads and not driver().is_lazy else "is traced again on every call"
 
 
 @pytest.mark.soak_on(8)
@@ -435,7 +435,7 @@ def way_of(reads):
     ],
     ids=["random", "scipy", "float", "if"],
 )
-@pytest.mark.filterwarnings("ignore:the eval step (is traced anew|runs operation by operation)")
+@pytest.mark.filterwarnings("ignore:the eval step (is traced again|runs operation by operation)")
 def test_a_step_that_cant_be_replayed_is_traced_and_says_why(cores, extra, cause):
     random.seed(0)
     way = way_of(reads="reads" in cause)
@@ -497,8 +497,8 @@ def test_a_value_read_in_a_step_is_reported_with_its_line(cores, model, roles):
 
 
 @pytest.mark.soak_on(8)
-@pytest.mark.filterwarnings("ignore:the train step is traced anew")
-@pytest.mark.filterwarnings("ignore:the eval step is traced anew")
+@pytest.mark.filterwarnings("ignore:the train step is traced again")
+@pytest.mark.filterwarnings("ignore:the eval step is traced again")
 def test_python_that_counts_is_detected(cores):
     """Two traces can be equal, and the third different: only its changing attribute shows."""
 

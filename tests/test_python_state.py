@@ -136,7 +136,7 @@ class Seldom:
 
 
 @pytest.mark.parametrize("count", [*COUNTS, in_a_global, in_a_closure], ids=lambda count: count.__name__)
-@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+@pytest.mark.filterwarnings("ignore:the train step is traced again")
 def test_a_count_is_detected_in_any_place(count):
     def run(jit_compile):
         return train(Seldom(count() if count is in_a_closure else count), jit_compile=jit_compile)
@@ -171,7 +171,7 @@ DRAWS = [numpys_own, numpys_choice, pythons_choice, torchs_on_the_host, a_genera
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+@pytest.mark.filterwarnings("ignore:the train step is traced again")
 def test_a_branch_on_a_random_number_of_the_host_is_detected(draw):
     def seldom(net, h):
         return h * 2 if draw(net) > 0.85 else h
@@ -186,7 +186,7 @@ def test_a_branch_on_a_random_number_of_the_host_is_detected(draw):
     assert history == traced
 
 
-@pytest.mark.filterwarnings("ignore:the train step is traced anew")
+@pytest.mark.filterwarnings("ignore:the train step is traced again")
 def test_random_draws_of_data_arent_the_steps():
     class Noisy:
         def __iter__(self):

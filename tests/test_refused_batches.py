@@ -363,7 +363,7 @@ class Spectrum(nn.Module):
         return self.head(size if self.how != "stft" else size.mean(-1))
 
 
-@pytest.mark.filterwarnings("ignore:the train step is traced anew")  # torch_xla's transforms run on the host
+@pytest.mark.filterwarnings("ignore:the train step is traced again")  # torch_xla's transforms run on the host
 @pytest.mark.parametrize("how", ["method", "operator", "function", "zero", "stft"])
 def test_sizes_of_complex_numbers(cores, how):
     torch.manual_seed(0)

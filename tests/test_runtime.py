@@ -94,7 +94,7 @@ def test_fallbacks_and_host_reads_are_counted(place):
     (x,) = runtime.to_device([torch.ones(8, 2)], place)
     program = _program(step, place, role="metric")
     with pytest.warns(
-        UserWarning, match=r"traced anew .* because it reads a value from the device at test_runtime.py:\d+"
+        UserWarning, match=r"traced again .* because it reads a value from the device at test_runtime.py:\d+"
     ):
         _, counts = spent(lambda: program("key", [x], [0]))
     assert counts.host_reads == 1 and counts.fallbacks["aten::bucketize.Tensor"] >= 1

@@ -93,7 +93,7 @@ def test_reads_and_fallbacks_are_refused_at_their_line(cores, planted, message):
         fit(model, cores)
     assert (__file__, line) in {(f.filename, f.lineno) for f in traceback.extract_tb(error.value.__traceback__)}
     assert_equal(before, weights(model))
-    with pytest.warns(UserWarning, match="the train step (is traced anew|runs operation by operation)"):
+    with pytest.warns(UserWarning, match="the train step (is traced again|runs operation by operation)"):
         fit(model, cores, strict=False, epochs=1)  # the same model continues
     with pytest.raises(StrictError, match=message.format(rf"test_strict\.py:{line}\b")):
         fit(model, cores)  # also if the step is known to be traced

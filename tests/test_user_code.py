@@ -105,7 +105,7 @@ def test_a_step_that_cant_be_replayed_is_shown_at_fit(cores):
     model = Counts(nn.Linear(2, 1))
     model.compile("sgd", "mse")
     x = torch.zeros(8 * cores * 6, 2)
-    with pytest.warns(UserWarning, match="traced anew") as caught:
+    with pytest.warns(UserWarning, match="traced again") as caught:
         model.fit(x, x[:, :1], batch_size=8, verbose=0, cores=cores)
         line = here() - 1
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]

@@ -130,7 +130,7 @@ def test_traced_steps(cores, packs, jit_compile):
         with pytest.raises(ReplayError, match="reads a value"):
             trained(cores, module, jit_compile=jit_compile)
         return
-    why = "is traced anew|operation by operation"  # torch_xla's, and TorchTPU's
+    why = "is traced again|operation by operation"  # torch_xla's, and TorchTPU's
     context = pytest.warns(UserWarning, match=why) if jit_compile == "auto" else torch.enable_grad()
     with context:
         model, _ = trained(cores, module, jit_compile=jit_compile)

@@ -15,7 +15,7 @@ from ...utils.urls import Mirror
 from .event_rewind import Keep, rewind
 
 _RUNS = ("train", "validation", ".")
-_SECONDS = 1.0  # that an event may stay in memory
+_SECONDS = 1.0  # the longest time that an event stays in memory
 
 
 class EventFiles:

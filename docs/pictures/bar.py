@@ -36,7 +36,7 @@ model.fit((images / 16).astype("float32"), labels, batch_size=2, epochs=3, cores
 
 
 def on_screen(written: str) -> list[str]:
-    """The lines that the terminal shows, with their colours. Each line is written whole, or wiped."""
+    """Return the lines that the terminal shows, with their colours. Each line is rewritten or erased as a whole."""
     lines, row = [""], 0
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
         if part == "\n":
@@ -52,7 +52,7 @@ def on_screen(written: str) -> list[str]:
 
 
 def picture(lines: list[str], theme: TerminalTheme) -> str:
-    """The lines in a window, as SVG that loads no font."""
+    """Return a window with the lines, as SVG that loads no font."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     for line in lines:
         console.print(Text.from_ansi(line), no_wrap=True, crop=True)

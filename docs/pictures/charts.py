@@ -1,4 +1,4 @@
-"""Draws the benchmarks' results, named as a user would name them: `python docs/pictures/charts.py`."""
+"""Draws the results of the benchmarks, with labels for users: `python docs/pictures/charts.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
-# The rows of host.json that answer a user's question, as a user calls them.
+# The rows of host.json that matter to users, with their labels.
 STEPS = {
     "Lightning": "Lightning on torch_xla",
     "torch_xla, by hand": "torch_xla, hand-written loop",
@@ -25,7 +25,7 @@ STEPS = {
 
 
 def bars(look: str, rows: list[tuple[str, float]], title: str, unit: str) -> Figure:
-    """Horizontal bars, the largest on top; those of tpufit stand out."""
+    """Draw horizontal bars, the longest on top, with tpufit's bars highlighted."""
     figure, ax = pyplot.subplots(figsize=(9, 0.42 * len(rows) + 0.9), layout="constrained")
     colors = [(OURS if name.startswith("tpufit") else THEIRS)[look] for name, _ in rows]
     drawn = ax.barh([name for name, _ in rows], [value for _, value in rows], color=colors, height=0.7)
@@ -50,7 +50,7 @@ def engine(look: str) -> Figure:
 
 
 def peers() -> dict[str, dict[str, float]]:
-    """The million cycles of each network's step for a v5e-8, by who wrote the step."""
+    """Return the million cycles of each network's step on a v5e-8, by library."""
     found: dict[str, dict[str, float]] = {}
     for line in (RESULTS / "tpu_peers.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]

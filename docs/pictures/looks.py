@@ -1,4 +1,4 @@
-"""What the pictures have in common: each is drawn twice, for light and for dark pages, into docs/pages/pictures."""
+"""Shared by all pictures: each is drawn twice, for light and for dark pages, into docs/pages/pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INK = {"light": "#212529", "dark": "#ced4da"}
 
 
 def style(look: str) -> Mapping[str, object]:
-    """Matplotlib's settings for `"light"` or `"dark"`; the page shines through."""
+    """Return Matplotlib's settings for `"light"` or `"dark"`, with a transparent background."""
     ink = INK[look]
     names = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color", "axes.edgecolor")
     return {
@@ -32,7 +32,7 @@ def style(look: str) -> Mapping[str, object]:
         "axes.prop_cycle": cycler(color=LINES[look]),
         "legend.framealpha": 0,
         "font.size": 11,
-        "svg.hashsalt": "tpufit",  # the same file each time
+        "svg.hashsalt": "tpufit",  # makes the file reproducible
     }
 
 

@@ -1,4 +1,4 @@
-"""Draws what happens in a step that is traced, and in one that is replayed: `python docs/pictures/replay.py`."""
+"""Draws the timeline of traced and of replayed steps: `python docs/pictures/replay.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 
 
 def draw(look: str) -> Figure:
-    """Two pairs of lanes, the host's and the device's, each with the same device work in every step."""
+    """Draw two pairs of lanes, for the host and the device, with the same device work in every step."""
     figure, ax = pyplot.subplots(figsize=(9, 4.2), layout="constrained")
     device = {"light": "#74b816", "dark": "#82c91e"}[look]
 
@@ -22,7 +22,7 @@ def draw(look: str) -> Figure:
         box(2.5 * step, 4.1, 2.4, THEIRS[look], "Python traces the step")
         box(2.5 * step + 2.4, 3.2, 0.95, device, "step")
     ax.text(0, 2.1, "replayed: the compiled step is started directly, and the TPU never waits", fontweight="bold")
-    starts = [0.0, 0.45, 0.9, 1.9, 2.9, 3.9, 4.9, 5.9, 6.9, 7.9]  # two steps ahead at most
+    starts = [0.0, 0.45, 0.9, 1.9, 2.9, 3.9, 4.9, 5.9, 6.9, 7.9]  # the host is at most two steps ahead
     for step, start in enumerate(starts):
         box(start, 1.1, 0.3, OURS[look])
         box(0.35 + step, 0.2, 0.95, device, "step")

@@ -1,4 +1,4 @@
-"""Takes pictures of TensorBoard with a real run, by Chromium: `python docs/pictures/tensorboard.py`."""
+"""Takes screenshots of TensorBoard with a real run, by Chromium: `python docs/pictures/tensorboard.py`."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ TAGS = "^epoch_(accuracy|loss|input_bound|steps_per_second)$"
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Return an unused port."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
 
 
 def answer(address: str, expected: str) -> str:
-    """What a server says, once that has the expected words in it."""
+    """Return a server's answer, once it contains the expected words."""
     for _ in range(120):
         try:
             if expected in (said := urllib.request.urlopen(address).read().decode()):
                 return said
         except OSError:
-            pass  # it hasn't begun yet
+            pass  # the server hasn't started yet
         time.sleep(0.5)
     raise SystemExit(f"{address} doesn't answer")
 
@@ -61,7 +61,7 @@ def served(logs: Path) -> Iterator[str]:
 
 
 async def photograph(browser: str, address: str, folder: Path) -> None:
-    """Open TensorBoard in a browser, light and dark, give it time to draw, and keep what its window shows."""
+    """Open TensorBoard in a browser, light and dark, wait until it has drawn, and save screenshots."""
     port = free_port()
     options = [
         "--headless",

@@ -240,7 +240,7 @@ from torch import nn
 import tpufit
 
 class Slow(tpufit.Model):
-    "Takes for ever to trace, or a minute to compile."
+    "Takes forever to trace, or a minute to compile."
 
     def train_step(self, batch):
         if os.environ["CHILD"] == "preflight.tracing":

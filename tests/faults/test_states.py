@@ -890,7 +890,7 @@ def run_both(name: str, folder: Path, **how: Any) -> None:
     assert differences(expected, train(make, ModelCheckpoint(folder), resume=True, seed=99, **how)) == []
 
 
-quiet = pytest.mark.filterwarnings("ignore:the (train|eval|test) step is traced anew", "ignore:x ran out of data")
+quiet = pytest.mark.filterwarnings("ignore:the (train|eval|test) step is traced again", "ignore:x ran out of data")
 
 
 @quiet

@@ -65,7 +65,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Report:
-    """The work of a model's steps since its last `fit` began, or since the model was made.
+    """The work of a model's steps since its last `fit` began, or since the model was created.
 
     `passes`, `traced` and `donated` are the model's. `counts`, and the problems in them, are the whole process's: they
     include graphs, waits, reads and times of other models that ran at the same time.

@@ -152,7 +152,7 @@ def is_first() -> bool:
 
 
 def all_reduce_max(value: Any) -> Any:
-    """Return the maximum over all hosts of a value that decides which program runs next; with one host its value.
+    """Return the maximum over all hosts of a value that decides which program runs next; with one host, the value.
 
     The value is a number, a flag, or a list of them. All hosts must call this at the same point.
     """

@@ -1,4 +1,4 @@
-"""Refuses the device to forked processes, which lack the runtime's threads and would wait for them for ever.
+"""Refuses the device to forked processes, which lack the runtime's threads and would wait for them forever.
 
 In a process that was forked after the start of the runtime, the device and PyTorch's copies to and from it raise an
 error. Workers of a `DataLoader`, which only read data, still work.

@@ -36,10 +36,10 @@ def explain_slowness(role: str, cause: str, eagerly: bool) -> str:
 
     Example:
         >>> print(explain_slowness("train", "its Python draws random numbers at net.py:8", eagerly=False))
-        the train step is traced anew on every call, which is slow, because its Python draws random numbers at \
+        the train step is traced again on every call, which is slow, because its Python draws random numbers at \
 net.py:8. Draw on the device (torch.rand(..., device=x.device)) or in the data set
     """
-    how = "runs operation by operation" if eagerly else "is traced anew on every call"
+    how = "runs operation by operation" if eagerly else "is traced again on every call"
     return f"the {role} step {how}, which is slow, because {cause}. {cure_for(cause)}"
 
 

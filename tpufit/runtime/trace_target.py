@@ -84,7 +84,7 @@ class Target:
         """
         try:
             changed = [*self.state.list_present(), *self.sums.tensors, *new]
-            self.placement.launch(self.role, f"it is traced anew on every call, because {because}", changed)
+            self.placement.launch(self.role, f"it is traced again on every call, because {because}", changed)
         except BaseException:
             tensors = self.state.tensors
             # Mark before pending work is dropped; afterwards lost tensors can't be distinguished.

@@ -162,7 +162,7 @@ def _move(tensors: Sequence[Tensor], placement: Placement, names: Names, shardin
             swap_value(tensor, value)
         except RuntimeError as error:
             name = names.get(id(tensor), "a tensor")
-            cure = "Delete whatever else refers to its memory, such as views, or build the module anew"
+            cure = "Delete whatever else refers to its memory, such as views, or build the module again"
             raise PlacementError(
                 f"{name} can't be moved to {placement.device}. {cure}. PyTorch says: {error}"
             ) from error

@@ -47,7 +47,7 @@ from .weight_names import check_weights, named_tensors
 class TrainNumbers:
     """The numbers that training changes, on the host."""
 
-    step: int = 0  # since the model was made; with the seed it determines a step's random numbers
+    step: int = 0  # since the model was created; with the seed it determines a step's random numbers
     seed: int = 0
     updates: int = 0  # optimizer steps since `compile`
     batches_waiting: int = 0  # since the last optimizer step, with `accumulate_steps`
@@ -403,7 +403,7 @@ class TrainState:
 
     @property
     def optimizer_steps(self) -> int:
-        """The number of steps that the optimizer has taken, since `compile` or since the model was made."""
+        """The number of steps that the optimizer has taken, since `compile` or since the model was created."""
         return self.numbers.updates if self._needs_update_plans else self.numbers.step
 
     def count_batches_until(self, updates: int) -> int:

@@ -68,7 +68,7 @@ _PREFIXES = ("module.", "model.", "_orig_mod.")
 def strip_prefixes(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights without the prefixes that wrappers have added to all names.
 
-    As many prefixes are stripped as make the most names match the module's.
+    Strips the number of prefixes with which the most names match the module's.
 
     Example:
         >>> weights = {"module.model.bias": torch.zeros(1)}

@@ -67,7 +67,7 @@ def keep_in_lockstep(
 def _compare_batches(group: list[DeviceGroup], place: str, done: int, per_host: bool) -> tuple[int, int]:
     """Return the largest and the smallest number of batches that a host has in its next group; check their shapes."""
     rows = sum(batch.rows for batch in group)
-    # Shapes of a row, because of a short batch a host may have fewer rows.
+    # Shapes of rows, not of batches: a host may have fewer rows of a short batch.
     shapes = [[(tuple(shape[1:]), dtype) for shape, dtype in batch.forms[0].tensors] for batch in group]
     form = zlib.crc32(repr(shapes).encode())
     # The maximum of negated values is the minimum, so one reduction finds both.

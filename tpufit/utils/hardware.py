@@ -131,7 +131,7 @@ def drop_stale_variables(environ: MutableMapping[str, str] = os.environ, root: P
         removed = " and ".join(f"{name}={environ.pop(name)!r}" for name in stale)
         warn(
             f"removed {removed} from the environment: left over from a run of several processes, for which the TPU "
-            "would wait in vain",
+            "would wait forever",
         )
 
 

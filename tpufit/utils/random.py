@@ -50,7 +50,7 @@ def set_random_seed(seed: int) -> None:
 def step_seed(seed: int, step: int) -> int:
     """Return the device's seed for a step: a function of (seed, step), whatever ran before.
 
-    Steps count from 0 since the model was made. Successive steps give unrelated numbers, from 0 to 2**63 - 1 (the
+    Steps count from 0 since the model was created. Successive steps give unrelated numbers, from 0 to 2**63 - 1 (the
     finalizer of SplitMix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
 
     Example:

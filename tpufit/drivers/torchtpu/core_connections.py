@@ -238,7 +238,7 @@ class CoreConnections:
     def _find_stuck_cores(self, probe: int, suspected: set[int]) -> set[int]:
         """Return the cores that failed to run a program, and have answered a later probe.
 
-        If one of them was `suspected` before, fail: the first core would wait for ever for that core's part of the
+        If one of them was `suspected` before, fail: the first core would wait forever for that core's part of the
         program.
         """
         idle = {core for core in self._failed_programs if probe and self._signs[core - 1, Sign.DONE] >= probe}

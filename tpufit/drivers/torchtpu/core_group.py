@@ -186,7 +186,7 @@ class CoreGroup(OneCore):
         return self._copy_whole(tensors, super().copy)
 
     def copy_apart(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        # With other cores, whole tensors that the user may have changed are sent anew, and programs take what was sent.
+        # On several cores, whole tensors that the user may have changed are sent again, and programs take the copies.
         return list(tensors) if self.connections.count > 1 else self._copy_whole(tensors, super().copy_apart)
 
     def _copy_whole(self, tensors: Sequence[Tensor], copy: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:

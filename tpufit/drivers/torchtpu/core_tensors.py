@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...runtime.aliases import storage_of
 from .tensor_identity import place_of
 
-_EXTRA_BATCHES = 2  # are checked for freed tensors, besides as many as are new
+_EXTRA_BATCHES = 2  # batches that `forget_freed` checks in addition to one for each new batch
 
 
 class CorePart(NamedTuple):

@@ -42,7 +42,7 @@ class TorchTpuDriver(Driver):
     device_type = "tpu"
     dispatch_key = "PrivateUse1"
     is_lazy = False
-    # Never: TorchTPU releases a tensor in XLA:CPU's callback, and XLA:CPU may wait there for ever for the next step.
+    # Never: TorchTPU releases a tensor in XLA:CPU's callback, and XLA:CPU may wait there forever for the next step.
     donates_from = inf
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ _guards: list[torch.library.Library] = []
 
 
 def guard_reads(prepare: Callable[[Tensor], Tensor | None]) -> None:
-    """Call a function before the device's own kernels read a tensor. Otherwise, they wait for ever for a lost value.
+    """Call a function before the device's own kernels read a tensor. Otherwise, they wait forever for a lost value.
 
     This can't be undone, because another thread may be running one of the kernels.
 
