@@ -72,6 +72,13 @@ class History(Callback):
         Raises:
             ImportError: Matplotlib is not installed.
             ArgumentError: There are no logs.
+
+        Example:
+            >>> history = History()
+            >>> history.on_train_begin()
+            >>> history.on_epoch_end(0, {"loss": 1.0, "val_loss": 2.0})
+            >>> len(history.plot().axes)  # loss and val_loss share a chart
+            1
         """
         lines = {}
         for name in self._scalar_names():

@@ -19,6 +19,15 @@ class SwapEMAWeights(Callback):
     Raises:
         ArgumentError: There are no averages; raised at the first use.
 
+    Example:
+        >>> import torch, tpufit
+        >>> model = tpufit.Model(torch.nn.Linear(1, 1))
+        >>> model.compile("sgd", "mse", use_ema=True)
+        >>> x = torch.ones(8, 1)
+        >>> history = model.fit(x, x, validation_data=(x, x), verbose=0, callbacks=[SwapEMAWeights()])
+        >>> sorted(history.history)  # val_loss is the averaged weights' loss
+        ['loss', 'val_loss']
+
     Source: `keras.callbacks.SwapEMAWeights`.
     """
 

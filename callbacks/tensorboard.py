@@ -139,6 +139,15 @@ class TensorBoard(Callback):
         Args:
             run: The name of the run (default `"train"`).
 
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     board = TensorBoard(folder)
+            ...     board.writer("train").add_scalar("temperature", 0.7, global_step=1)
+            ...     board.writer("train").flush()
+            ...     sorted(path.name for path in Path(folder).iterdir())
+            ['train']
+
         Source: `torch.utils.tensorboard.SummaryWriter`.
         """
         return self._files.writer(run)
@@ -149,7 +158,7 @@ class TensorBoard(Callback):
         Args:
             tag: The name that TensorBoard shows.
             image: A tensor or array, of bytes or of floats from 0 to 1. For a tensor on the device this waits.
-            step: The step it belongs to (default: that of training).
+            step: The image's step (default: the current training step).
             dataformats: The order of its dimensions: `"CHW"` (default), `"HWC"` or `"HW"`, with a leading N for several
                 images.
 
@@ -168,7 +177,7 @@ class TensorBoard(Callback):
         Args:
             tag: The name that TensorBoard shows.
             text: The text.
-            step: The step it belongs to (default: that of training).
+            step: The step to show it at (default: the current training step).
 
         Source: `torch.utils.tensorboard.SummaryWriter.add_text`.
         """
@@ -181,7 +190,7 @@ class TensorBoard(Callback):
         Args:
             tag: The name that TensorBoard shows.
             figure: The figure.
-            step: The step it belongs to (default: that of training).
+            step: The step to show it at (default: the current training step).
 
         Source: `torch.utils.tensorboard.SummaryWriter.add_figure`.
         """

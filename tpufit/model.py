@@ -235,9 +235,9 @@ class Model(StepMethods):
             attention: How `scaled_dot_product_attention` is computed on a TPU. `"plain"`: by products, with all scores
                 in memory. `"flash"`: by JAX's kernel for TPUs, which keeps no scores, so that memory grows linearly
                 with the length of texts instead of quadratically. `"auto"` (default): by the kernel for at least 1,024
-                positions. The kernel supports no dropout of the scores, no float32, and only causal masks and masks of
-                padding or packed texts. It needs JAX, and a TPU other than v2 and v3. Otherwise attention is plain,
-                `"flash"` warns, and `report()` names the form of each layer.
+                positions. The kernel supports no dropout of attention weights, no float32, and only causal masks and
+                masks of padding or packed texts. It needs JAX, and a TPU other than v2 and v3. Otherwise attention is
+                plain, `"flash"` warns, and `report()` names the form of each layer.
             scale_lr: How the learning rate grows with the number of cores, and so with the batch: `"linear"` (default;
                 Goyal et al., "Accurate, large minibatch SGD", 2017), `"sqrt"` or None (not at all). The optimizer's
                 rate is multiplied once, at the first `fit`; rates set later are used unchanged.

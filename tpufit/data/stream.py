@@ -159,6 +159,13 @@ def train_validation_split(x: Any, y: Any, sample_weight: Any, share: float) -> 
 
     Raises:
         ArgumentError: The share is out of range, or the data's rows can't be counted.
+        DataError: A part would have no rows.
+
+    Example:
+        >>> import numpy as np
+        >>> x, y, _, (x_val, y_val) = train_validation_split(np.arange(10.0), np.arange(10), None, 0.2)
+        >>> y_val
+        tensor([8, 9])
 
     Source: `validation_split` of `keras.Model.fit`.
     """
@@ -180,6 +187,12 @@ class Stream:
         device_transform: The data's function of a batch, which runs on the device; or None.
         pace: Decides whether the data are read without a thread.
         keeps_draws: True to record the host's random state in positions, if reading the data may draw.
+
+    Example:
+        >>> import numpy as np
+        >>> data = stream(np.arange(10.0), batch_size=4)
+        >>> data.steps, [x.tolist() for (x,) in data.epoch(0)]
+        (3, [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 9.0]])
     """
 
     def __init__(

@@ -313,7 +313,7 @@ class Comparison:
 
     @property
     def fits(self) -> bool:
-        """True if at least one of them fits."""
+        """True if the training fits on at least one of the TPUs."""
         return any(report.fits for report in self.reports)
 
     @property

@@ -123,6 +123,12 @@ def process_count() -> int:
     """Return the number of hosts of a pod, which all run the same script; 1 without a pod.
 
     On a TPU this settles the cores, as `init` does.
+
+    Example:
+        >>> import tpufit
+        >>> files = [f"part-{number}.npz" for number in range(4)]
+        >>> files[tpufit.process_index() :: tpufit.process_count()]  # this host's files: without a pod, all
+        ['part-0.npz', 'part-1.npz', 'part-2.npz', 'part-3.npz']
     """
     return _host("tpufit.process_count()")[1]
 

@@ -269,6 +269,15 @@ class CachedDataset(Dataset[Any]):
 
         Returns:
             The names of the damaged files.
+
+        Example:
+            >>> import tempfile, torch
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> data = CachedDataset([torch.zeros(3)] * 5, folder.name, workers=0)
+            >>> data.warm_up(progress=False)
+            >>> data.verify()
+            []
+            >>> folder.cleanup()
         """
         damaged = []
         for number in sorted(set(range(self._manifest.files)).difference(self._manifest.list_missing(self._path))):
@@ -279,7 +288,16 @@ class CachedDataset(Dataset[Any]):
         return damaged
 
     def info(self) -> CacheInfo:
-        """Return facts about the cache's contents."""
+        """Return facts about the cache's contents.
+
+        Example:
+            >>> import tempfile, torch
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> info = CachedDataset([torch.zeros(3)] * 5, folder.name, workers=0, copies=2).info()
+            >>> info.rows, info.copies, info.bytes
+            (5, 2, 120)
+            >>> folder.cleanup()
+        """
         manifest = self._manifest
         size = manifest.rows * manifest.copies * manifest.row_bytes
         missing = len(manifest.list_missing(self._path))
