@@ -1,8 +1,8 @@
 """Compiles a training step of a GPT in plain JAX, its weights split over the cores: `jax_fsdp.py NAME FOLDER SLICE`.
 
-It is the network of `networks.py`, trained with AdamW in bfloat16, as JAX's guides write such a step: weights and
-optimizer state have a sharding, the batch has its rows split, activations are held to that between blocks, and the
-compiler gathers and adds up whatever it likes.
+The GPT is that of `networks.py`, trained with AdamW in bfloat16. The step follows JAX's guides: weights and optimizer
+state have shardings, the batch is split by rows, activations are constrained to this split between blocks, and the
+compiler decides what to gather and to sum.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tpufit.preflight.compiling import figures
 from tpufit.preflight.tpu_slices import Slice, slice_of
 from tpufit.step.sharding import choose_dimension
 
-SMALL = 1 << 15  # bytes: what is smaller stays whole, as in tpufit
+SMALL = 1 << 15  # bytes: smaller weights stay whole, as in tpufit
 RATE, DECAY, BETA1, BETA2, EPSILON = 1e-3, 1e-2, 0.9, 0.999, 1e-8
 
 
 def shapes(name: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of the weights of the network of PyTorch, by name; those of linear layers are transposed."""
+    """Return the shapes of the PyTorch network's weights, by name; weights of linear layers are transposed."""
     import torch
 
     with torch.device("meta"):
@@ -65,7 +65,7 @@ def block(x: Any, weights: Any, name: str) -> Any:
 
 
 def lowered(name: str, on: Slice) -> Any:
-    """The step, lowered for a slice."""
+    """Return the step, lowered for a slice."""
     training, own = TRAININGS[name], shapes(name)
     depth = len({key.split(".")[1] for key in own if key.startswith("blocks.")})
     mesh = mesh_of(on)

@@ -1,4 +1,4 @@
-"""The chips of a slice that isn't there, for JAX to compile for."""
+"""The chips of an absent slice, for which JAX compiles programs."""
 
 from __future__ import annotations
 

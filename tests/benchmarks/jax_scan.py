@@ -1,11 +1,11 @@
-"""What loops cost on a TPU at best: nets in plain JAX, unrolled, or with `lax.scan`.
+"""The lowest cost of loops on a TPU: nets in plain JAX, unrolled, or with `lax.scan`.
 
     python tests/benchmarks/jax_scan.py gpt unrolled|scan [DEPTH] [WIDTH]
-    python tests/benchmarks/jax_scan.py lstm|gru|rnn unrolled|scan [MOMENTS] [WIDTH]
+    python tests/benchmarks/jax_scan.py lstm|gru|rnn unrolled|scan [TIME_STEPS] [WIDTH]
 
-A GPT loops over its equal blocks: with `scan` their weights, and the optimizer's state of these, are kept stacked, so
-nothing is copied together for the loop. Two recurrent layers loop over time steps. The compiler counts the cycles of a
-loop's body once, so they are multiplied by its turns here. One core of a v5e. Adds to `results/jax_scan.json`.
+A GPT loops over its equal blocks: with `scan` the blocks' weights and optimizer state stay stacked, so that the loop
+copies nothing. Two recurrent layers loop over time steps. The compiler counts the cycles of a loop's body once, so this
+script multiplies them by the number of iterations. Compiles for one core of a v5e; adds to `results/jax_scan.json`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 WORDS, TOKENS, ROWS = 8192, 512, 2
-NUMBERS, SERIES, CLASSES = 128, 64, 10  # of a row's moment; rows, and classes of recurrent nets
+NUMBERS, SERIES, CLASSES = 128, 64, 10  # in a time step; rows, and classes of recurrent nets
 RATE, DECAY, BETA1, BETA2, EPSILON = 1e-3, 1e-2, 0.9, 0.999, 1e-8
 
 
@@ -79,7 +79,7 @@ def gpt_loss(weights: Any, x: Any, y: Any, loops: bool) -> Any:
 
 
 def lstm(state: Any, x: Any, h_gates: Any) -> Any:
-    """PyTorch's cell, from the products of the input and of the hidden state."""
+    """Compute PyTorch's cell from the products of the input and of the hidden state."""
     i, f, g, o = jnp.split(x + h_gates, 4, -1)
     c = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
     return jax.nn.sigmoid(o) * jnp.tanh(c), c
@@ -131,7 +131,7 @@ def recurrent_loss(weights: Any, x: Any, y: Any, loops: bool, cell: Callable[...
 
 @dataclass(frozen=True)
 class Net:
-    """What is compiled: the shapes of weights and of a batch, and the loss."""
+    """A net to compile: the shapes of weights and of a batch, and the loss."""
 
     weights: Any
     x: Any
@@ -150,7 +150,7 @@ def net_of(name: str, loops: bool, length: int, width: int) -> Net:
 
 
 def step(loss_of: Callable[..., Any], weights: Any, means: Any, squares: Any, x: Any, y: Any) -> Any:
-    """A step of AdamW."""
+    """Take a step of AdamW."""
     loss, gradients = jax.value_and_grad(loss_of)(weights, x, y)
     means = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, means, gradients)
     squares = jax.tree.map(lambda s, g: BETA2 * s + (1 - BETA2) * g * g, squares, gradients)
@@ -167,7 +167,7 @@ def cycles(program: str) -> int:
 
 
 def compiled(net: Net) -> dict[str, float]:
-    """Figures of a net's step, on one core of a v5e."""
+    """Return the figures of a net's step on one core of a v5e."""
     is_size = lambda size: isinstance(size, tuple)  # noqa: E731
     state = jax.tree.map(lambda size: jax.ShapeDtypeStruct(size, jnp.float32), net.weights, is_leaf=is_size)
     began = time.perf_counter()

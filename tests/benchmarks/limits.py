@@ -1,12 +1,12 @@
-"""How near to the limit of a chip large transformers come, with which remat policy and batch, by the TPU's compiler.
+"""The share of a chip's peak that large transformers reach, by remat policy and batch, from the TPU's compiler.
 
     python tests/benchmarks/limits.py [--only PART]     # rows with this in their name; minutes each
 
-GPT-2 small has 50,257 words and no dropout, as GPT-2 XL, whose weights are split over the cores. So are those of Llama:
-it is LlamaForCausalLM of transformers, as it comes, of the sizes of Llama 3.2 1B. Attention is flash attention, whose
-time is an estimate of tpufit's own, see `TPU.cycles_of`; the rest is the compiler's. To compile 16 or 48 blocks takes
-more memory than a common machine has, so deep networks are compiled with 2 and with 4 blocks, and each figure is
-extrapolated from them, as if each block more added the same. Each row is kept in results/limits.json when it is known.
+GPT-2 small and GPT-2 XL have 50,257 words and no dropout. Llama is transformers' unchanged LlamaForCausalLM, with the
+sizes of Llama 3.2 1B. The weights of GPT-2 XL and Llama are split over the cores. tpufit estimates the time of flash
+attention, see `TPU.cycles_of`; all other figures are the compiler's. Compiling 16 or 48 blocks takes more memory than a
+common machine has, so deep networks are compiled with 2 and with 4 blocks, and each figure is extrapolated linearly.
+Each row is written to results/limits.json as soon as it is known.
 """
 
 from __future__ import annotations

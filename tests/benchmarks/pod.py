@@ -1,9 +1,9 @@
-"""What a pod costs beside one host: feeding own rows, and agreeing before and after each step.
+"""The additional cost of a pod over one host: sending each host's rows, and agreeing before and after each step.
 
     python tests/benchmarks/pod.py
 
-Pods are played by processes of one machine (`tests/pod/`), each of which computes what all cores do, so the time of a
-whole step says nothing. What can be measured is the host's own work: to agree over sockets, and to send rows.
+Processes of one machine act as the hosts (`tests/pod/`). Each computes the work of all cores, so the time of a whole
+step means nothing. Only the host's own work can be measured: agreeing over sockets, and sending rows.
 """
 
 import datetime

@@ -1,10 +1,10 @@
-"""What half precision costs in accuracy: the same trainings in float32, in bf16 and in bf16-true.
+"""The accuracy that half precision loses: the same trainings in fp32, in bf16 and in bf16-true.
 
     python tests/benchmarks/precision.py [--seeds 3]
 
-A network on scikit-learn's digits, and a small GPT on the texts of Python's own help. Each number is of rows that were
-held out, after training from one seed; nothing is chosen by them. XLA rounds to bfloat16 on the CPU as on a TPU, but a
-TPU adds up products in float32, where the CPU's kernels may do otherwise. Writes `results/precision.json`.
+Trains a network on scikit-learn's digits, and a small GPT on the texts of Python's own help. Each number is for
+held-out rows, which influence no choice, after training from one seed. XLA rounds to bfloat16 on the CPU as on a TPU;
+but a TPU sums products in float32, and the CPU's kernels may not. Writes `results/precision.json`.
 """
 
 from __future__ import annotations

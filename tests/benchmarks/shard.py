@@ -1,10 +1,10 @@
-"""What it costs to split weights over the cores, and what it saves: here, and by the TPU's own compiler.
+"""The cost of splitting weights over the cores, and the memory saved: on virtual cores, and by the TPU's compiler.
 
     python tests/benchmarks/shard.py [--steps] [--tpus]
 
-`--steps` measures steps on 8 virtual cores, in turns with steps of whole weights. A virtual core's memory is the
-host's, and what travels between cores is copied. `--tpus` compiles a GPT for 8 cores of a v5e and a v6e: with whole
-weights, split ones, and a plain step in JAX whose weights are split in the same way. Results: `results/shard.json`.
+`--steps` measures steps on 8 virtual cores, alternating with steps of whole weights. A virtual core's memory is the
+host's, and data between cores are copied. `--tpus` compiles a GPT for 8 cores of a v5e and a v6e: with whole weights,
+with split weights, and as a plain JAX step whose weights are split in the same way. Results: `results/shard.json`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def steps() -> dict[str, Any]:
     """Return the milliseconds of a step on 8 virtual cores, as a median, and the bytes of state on a core."""
     found: dict[str, list[float]] = {"whole": [], "split": []}
     held = {}
-    for _ in range(3):  # in turns, because the machine's speed drifts
+    for _ in range(3):  # alternating, because the machine's speed drifts
         for name, shard in (("whole", None), ("split", "fsdp")):
             environ = os.environ | {"PJRT_DEVICE": "CPU", "PYTHONPATH": f"{ROOT}:{HERE}"}
             command = [sys.executable, "-c", STEP, json.dumps(shard)]

@@ -1,6 +1,6 @@
 """The train step of a network as TorchTPU compiles it by itself: its `SingleTraceTrainer` with its own AdamW.
 
-The step has no metric, as this trainer gives a loss only. It is written to a folder in the form of a preflight's trace.
+The step has no metric, because this trainer returns only a loss. It is written in the form of a preflight's trace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INPUTS = 2  # x and y, the last arguments
 
 
 def trace_alone(training: Training, cores: int, folder: Path) -> None:
-    """Write the step of a training on so many cores, and the facts about it. TorchTPU's device must be there."""
+    """Write the step of a training on a number of cores, and its facts. TorchTPU's device must be registered."""
     runtime.start(1, "the benchmark")
     net = training.make().to("tpu")
     batch = tuple(tensor.to("tpu") for tensor in training.batch(cores))
@@ -69,7 +69,7 @@ def trace_alone(training: Training, cores: int, folder: Path) -> None:
 
 
 def _donating(text: str, state: int) -> str:
-    """A text whose results but the first, the loss, are written over the arguments of the state, in the same order."""
+    """Return the text with donation: results after the first, the loss, overwrite the state's arguments in order."""
     head, arrow, rest = text.partition(") -> ")
 
     def donated(match: re.Match[str]) -> str:

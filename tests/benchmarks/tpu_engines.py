@@ -1,11 +1,11 @@
-"""The same training steps by both engines, and by TorchTPU alone, through one compiler.
+"""Compiles the same training steps of torch_xla, of TorchTPU, and of TorchTPU without tpufit, with one compiler.
 
     python tests/benchmarks/tpu_engines.py --xla PYTHON [--only NAME ...] [--by ENGINE ...] [--texts DIR]
 
-It runs where TorchTPU is installed, with the JAX that `model.preflight` asks for there. PYTHON is an environment's
-with torch_xla and its compiler: it traces, and the compiler of TorchTPU's environment compiles all programs for a
-v5e-8. The networks are those of `networks.py` and `transformers_networks.py`. TorchTPU alone is a loop without tpufit,
-see `torchtpu_alone.py`. Results are kept after each program.
+Run it where TorchTPU is installed, with the JAX that `model.preflight` needs there. PYTHON is the Python of an
+environment with torch_xla, which traces the steps of torch_xla; the compiler of TorchTPU's environment compiles all
+programs for a v5e-8. The networks are those of `networks.py` and `transformers_networks.py`. For TorchTPU without
+tpufit see `torchtpu_alone.py`. Results are written after each program.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Two compiled programs side by side, by the kind of their operations: `tpu_operations.py ONE OTHER [--largest N]`.
 
-Both are texts that `tpu_programs.py --texts DIR` has kept, of tpufit and of Keras (`--contender Keras`):
+Both are texts that `tpu_programs.py --texts DIR` has written, for tpufit and for Keras (`--contender Keras`):
 
     python tests/benchmarks/tpu_operations.py DIR/tpufit-GPT-4-x-512-v5e-8.txt DIR/Keras-GPT-4-x-512-v5e-8.txt
 
-Bytes are those of operands and results, without padding; a part that is read of an array counts as all of it, so that
-the sums are near the compiler's own, not equal. What it has put into a core's fast memory is told apart from the main
-one. Live is what main memory holds at the fullest moment, without arguments and results.
+Bytes are those of operands and results, without padding. If an operation reads a part of an array, the whole array
+counts, so the sums are close to the compiler's, but not equal. A core's fast memory and main memory are listed
+separately. "Live" is the peak of main memory, without arguments and results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tpufit.preflight.hlo import COLLECTIVES, Operation, parse_arrays, parse_ope
 
 _HEAD = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _TYPE = re.compile(r"[a-z]\w*\[[\d,]*\](?:\{[^{}]*\})?")
-_PLACES = {  # what the names of scopes and of source files tell; the first that fits any fused operation
+_PLACES = {  # kinds by the names of scopes and of source files; the first that matches any fused operation counts
     "optimizer": r"~optimizer\||optimizers/|adam_w",
     "norms": r"ops/norms\.py|norm|Norm",
     "loss and metrics": r"~loss and metrics|crossentropy|losses/|metrics/|op_name=\"jit\(step\)/[a-z_]+\"",
@@ -45,13 +45,13 @@ class Line:
 
     @property
     def calls(self) -> str:
-        """The computation that it calls: fused operations, or a loop's body."""
+        """The computation that the operation calls: fused operations, or a loop's body."""
         found = re.search(r"\b(?:calls|body)=%([\w.-]+)", self.text)
         return found[1] if found else ""
 
     @property
     def place(self) -> str:
-        """Its innermost scope and its source file."""
+        """The operation's innermost scope and its source file."""
         return f"~{self.made.layer} {self.text.partition('metadata=')[2].rpartition('~')[2]} ~{self.made.phase}|"
 
 

@@ -1,11 +1,11 @@
-"""What the TPU's own compiler makes of the train steps of many networks, on a machine that needs no TPU.
+"""Compiles the train steps of many networks with the TPU's own compiler, on a machine without a TPU.
 
     python tests/benchmarks/tpu_programs.py [--only NAME] [--contender WHOSE] [--small] [--anew]
 
-The small networks are those of `tests/architectures.py` and of the examples, for a v3-8, a v5e-8 and a v6e-8; the large
-ones are those of `networks.py`, of which some are also compiled as a step of Keras on JAX (`--contender Keras`) and as
-one that is written by hand with torch_xla (`--contender "by hand"`). The figures are the compiler's and have no noise,
-so only a step that has changed since they were kept in `results/` is compiled again. They are kept after each network.
+The small networks are those of `tests/architectures.py` and of the examples, for a v3-8, a v5e-8 and a v6e-8. The
+large networks are those of `networks.py`; some are also compiled as a step of Keras on JAX (`--contender Keras`), or as
+a step written by hand with torch_xla (`--contender "by hand"`). The compiler's figures have no noise, so only a step
+that has changed since its figures were written to `results/` is compiled again. Figures are written after each network.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="NAME", help="a network's name, or a part of several")
     parser.add_argument("--contender", choices=FILES, default="tpufit", help="whose step (default: tpufit)")
     parser.add_argument("--small", action="store_true", help="without the large networks, which take minutes each")
-    parser.add_argument("--anew", action="store_true", help="compile also what is known")
+    parser.add_argument("--anew", action="store_true", help="also compile networks whose figures are known")
     parser.add_argument("--texts", type=Path, metavar="DIR", help="keep the programs that are compiled, as text")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="where results are kept (default: results/)")
     parser.add_argument("--network", help=argparse.SUPPRESS)  # in a separate process
@@ -128,10 +128,10 @@ def slices_of(name: str) -> tuple[str, ...]:
 def compiled(
     network: str, contender: str, kept: Mapping[tuple[str, str], dict[str, Any]], texts: Path | None
 ) -> list[dict[str, Any]]:
-    """The figures of a network's train step on each slice; those that are kept, if the program is the same."""
+    """Return the figures of a network's train step on each slice; the stored figures, if the program is the same."""
     found = []
     slices = [slice_of(on) for on in slices_of(network)]
-    # One trace does for slices that a step is traced alike for.
+    # One trace serves all slices for which the step is traced in the same way.
     forms = {on.name: (keeps_bfloat16(on.chip.kind), has_flash(on.chip.kind)) for on in slices}
     alike = [[on for on in slices if forms[on.name] == form] for form in dict.fromkeys(forms.values())]
     for name, preflight_run in preflight_runs(network, contender):
@@ -158,11 +158,11 @@ def _compiled_alike(
         except TpufitError as error:
             failed = {"network": network, "name": name, "failed": str(error)}
             return [failed | {"slice": on.name} for on in slices]
-        # The first steps may have programs of their own, such as those that build a table.
+        # The first steps may have separate programs, such as a step that builds a table.
         rows = max(one["rows"] for one in traced.values())
         number = [n for n, one in traced.items() if one["role"] == "train" and one["rows"] == rows][-1]
         program = folder / f"{number}.hlo"
-        # Of the work of kernels, such as flash attention's, a trace tells nothing.
+        # A trace doesn't show the work of kernels, such as flash attention.
         of_kernels = b"tpu_custom_call" in program.read_bytes()
         work = {} if of_kernels else {"traced_flops": traced_flops(program) / CORES}
         for on in slices:
@@ -184,7 +184,7 @@ def _compiled_alike(
 
 
 def preflight_runs(network: str, contender: str) -> list[tuple[str, PreflightRun]]:
-    """Each `fit` of a network, by a name."""
+    """Return each `fit` of a network, by a name."""
     sys.path.append(str(ROOT / "tests"))
     from architectures import ARCHITECTURES, BATCH
 
@@ -214,7 +214,7 @@ def preflight_runs(network: str, contender: str) -> list[tuple[str, PreflightRun
     found: list[PreflightRun] = []
 
     class Kept(Exception):  # noqa: N818 - nothing is wrong
-        """Ends a script, whose fit is known."""
+        """Ends a script after its fit is known."""
 
     def keep(self: tpufit.Model, **arguments: Any) -> None:
         found.append(make_preflight_run(self._engine, arguments | quiet))
@@ -227,7 +227,7 @@ def preflight_runs(network: str, contender: str) -> list[tuple[str, PreflightRun
 
 
 def digest(program: Path, facts: Mapping[str, Any], on: Slice) -> str:
-    """A hash of all that the compiler is given, but for the lines that a program comes from."""
+    """Return a hash of the compiler's whole input, except the source lines in a program."""
     from jax._src.lib import xla_client
 
     options = xla_client._xla.HloPrintOptions()
@@ -238,7 +238,7 @@ def digest(program: Path, facts: Mapping[str, Any], on: Slice) -> str:
 
 
 def traced_flops(program: Path) -> float:
-    """The operations of a program as it was traced, on all cores, whatever a compiler makes of them."""
+    """Return the operations of a traced program on all cores, before any compiler changes them."""
     from jax._src.lib import xla_client
 
     module = xla_client._xla.XlaComputation(program.read_bytes()).get_hlo_module()
@@ -246,7 +246,7 @@ def traced_flops(program: Path) -> float:
 
 
 def figures(program: CompiledProgram, before: str) -> dict[str, Any]:
-    """What is kept of a program."""
+    """Return the figures of a program to be stored."""
     between: dict[str, Counter[str]] = {}
     for one in program.collectives:
         between.setdefault(one.kind, Counter()).update(count=one.count, bytes=one.nbytes)

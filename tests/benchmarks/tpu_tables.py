@@ -1,4 +1,4 @@
-"""The figures of `tpu_programs.py` as tables: `python tests/benchmarks/tpu_tables.py [DIR]` writes them anew."""
+"""Writes the figures of `tpu_programs.py` as tables: `python tests/benchmarks/tpu_tables.py [DIR]`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Where the figures of each contender are kept.
+# The file with each contender's figures.
 FILES = {"tpufit": "tpu_programs.json", "Keras": "tpu_keras.json", "by hand": "tpu_by_hand.json"}
-_SAME = 0.02  # how far the operations of the same work may be apart
+_SAME = 0.02  # the largest relative difference in operations for the same work
 
 
 def table(programs: list[dict[str, Any]]) -> str:
-    """The figures as a Markdown table."""
+    """Return the figures as a Markdown table."""
     lines = [
         "| network | TPU | fits | cycles | MB read and written | GFLOP | temporaries, MB | between cores | gathers "
         "| 64-bit operations | compiled in, s |",
@@ -33,7 +33,7 @@ def table(programs: list[dict[str, Any]]) -> str:
 
 
 def beside_transformers(programs: list[dict[str, Any]]) -> str:
-    """The models of transformers beside the same networks by hand, as a page."""
+    """Return a page that compares the models of transformers with the same networks written by hand."""
     found = {(one["name"], one["slice"]): one for one in programs if "failed" not in one}
     lines = [
         "# Models of transformers as they come, to the same networks by hand",
@@ -55,7 +55,7 @@ def beside_transformers(programs: list[dict[str, Any]]) -> str:
 
 
 def comparison(folder: Path) -> None:
-    """Write what is known of all contenders side by side, and end with an error if they don't do the same work."""
+    """Write the figures of all contenders side by side; exit with an error if their work differs."""
     reports = {
         name: json.loads((folder / file).read_text()) for name, file in FILES.items() if (folder / file).exists()
     }
@@ -89,7 +89,7 @@ _HEAD = """\
 
 
 def _precisions(folder: Path) -> str:
-    """What `precision.py` has found, by seed."""
+    """Return the results of `precision.py`, by seed."""
     path = folder / "precision.json"
     if not path.exists():
         return ""

@@ -1,6 +1,6 @@
-"""Networks of Hugging Face's transformers as they come, and the same ones by hand.
+"""Unchanged networks of Hugging Face's transformers, and the same networks written by hand.
 
-BERT by hand has one projection for queries, keys and values, as PyTorch's own layers do, where that of transformers has
+The BERT by hand has one projection for queries, keys and values, as PyTorch's own layers have; transformers' BERT has
 three.
 """
 
@@ -21,12 +21,12 @@ WORDS, WIDTH, HEADS, DEPTH, LENGTH, ROWS = 8192, 512, 8, 2, 512, 4
 
 
 def of_next_words(logits: Tensor, words: Tensor) -> Tensor:
-    """What transformers' causal models compute: the loss of each word but the first, by those before it."""
+    """Return the loss of transformers' causal models: of each word except the first, from the words before it."""
     return of_words(logits, F.pad(words[:, 1:], (0, 1), value=-100))
 
 
 def huggingface(kind: str, **options: Any) -> nn.Module:
-    """A model by the name of its class, of the sizes above."""
+    """Return a model by the name of its class, with the sizes above."""
     import transformers
 
     config = getattr(transformers, kind).config_class
@@ -61,7 +61,7 @@ _BART = {
 
 
 class Padded(Llama):
-    """A Llama whose sentences are filled up, and whose queries may be limited to the last keys."""
+    """A Llama with padded sentences, whose queries may be limited to the last keys."""
 
     def __init__(self, window: int | None = None, **sizes: Any) -> None:
         super().__init__(**sizes)
@@ -80,7 +80,7 @@ class Padded(Llama):
 
 
 class ModernBERT(nn.Module):
-    """Rotary positions, gates, and a window in all blocks but each third, with a head that tells two classes apart."""
+    """Rotary positions, gates, a window in all blocks except every third, and a head for two classes."""
 
     def __init__(self, window: int = LENGTH // 4) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _ModernBlock(nn.Module):
 
 
 class Apart(Block):
-    """A block with a projection each for queries, keys and values."""
+    """A block with separate projections for queries, keys and values."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__(width, heads, dropout)
@@ -138,7 +138,7 @@ class Apart(Block):
 
 
 class Attending(nn.Module):
-    """Attention to the words themselves, or to those of another sentence."""
+    """Self-attention, or attention to the words of another sentence."""
 
     def __init__(self, bias: bool, scale: float | None = None, dropout: float = 0.0) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class T5Block(nn.Module):
 
 
 class T5(nn.Module):
-    """An encoder and a decoder, whose scores have a bias by the distance of words."""
+    """An encoder and a decoder, whose scores have a bias that depends on the distance between words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,8 +258,8 @@ class Beside(Training):
 
     Attributes:
         of_classes: True if a row has one label, and not one for each word.
-        padded: True if it is given a mask of the words that count.
-        translates: True if it has a decoder, which is given words of its own.
+        padded: True if it gets a mask of the words that count.
+        translates: True if it has a decoder, which gets separate words.
     """
 
     of_classes: bool = False
@@ -267,7 +267,7 @@ class Beside(Training):
     translates: bool = False
 
     def batch(self, cores: int) -> tuple[Any, Any]:
-        """As a model of transformers takes it, with the labels if it computes its own loss."""
+        """Return a batch for a model of transformers, with labels if the model computes its own loss."""
         rows, kind = self.rows * cores, torch.long if self.words else torch.float32
         x = {"input_ids" if self.words else "pixel_values": torch.zeros(rows, *self.shape, dtype=kind)}
         if self.padded:
@@ -291,7 +291,7 @@ _translated = partial(_padded, translates=True)
 _sentences = partial(_padded, of_classes=True)
 _images = partial(Beside, shape=(3, 224, 224), rows=16, metrics=(), of_classes=True)
 _gpt2 = partial(GPT2, vocabulary=WORDS, length=LENGTH, width=WIDTH, depth=DEPTH, approximate="tanh")
-# How each is trained, the model of transformers, and the same network by hand, with its loss.
+# The training, the model of transformers, and the same network by hand with its loss.
 _PAIRS: dict[str, tuple[Callable[..., Beside], Callable[[], nn.Module], Callable[[], nn.Module], Any]] = {
     "Llama": (_padded, partial(huggingface, "LlamaForCausalLM", **_GROUPED), _llama, of_next_words),
     "Mistral": (

@@ -17,10 +17,10 @@ class Workload:
     """A network, its batches and its optimizer. The loss is cross-entropy, the metric accuracy.
 
     Attributes:
-        net: Makes the network.
-        inputs: Makes so many rows of input.
-        batch: Rows a step, of all cores together.
-        optimizer: Of the parameters.
+        net: Builds the network.
+        inputs: Makes a number of rows of input.
+        batch: Rows per step, on all cores together.
+        optimizer: Builds the optimizer of the parameters.
         rate: Its learning rate.
     """
 
@@ -31,18 +31,18 @@ class Workload:
     rate: float
 
     def build(self) -> nn.Module:
-        """The network, with the same weights in every process."""
+        """Build the network, with the same weights in every process."""
         torch.manual_seed(0)
         return self.net()
 
     def arrays(self, steps: int) -> tuple[Tensor, Tensor]:
-        """The rows of so many steps, and their labels, the same in every process."""
+        """Return the rows of a number of steps and their labels, the same in every process."""
         torch.manual_seed(1)
         rows = steps * self.batch
         return self.inputs(rows), torch.randint(0, CLASSES, (rows,))
 
     def loader(self, steps: int) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The same as ready batches in host memory, so that no row pays for collating them."""
+        """Return the same rows as ready batches in host memory, so that no benchmark row includes collating."""
         x, y = self.arrays(steps)
         return DataLoader(list(zip(x.split(self.batch), y.split(self.batch), strict=True)), batch_size=None)
 

@@ -1,15 +1,16 @@
-// The cores of a TPU, played by the CPU: a PJRT plugin around that of a pod, `plugin.cc`, which TorchTPU loads if
-// TPU_LIBRARY_PATH names it. All is the inner plugin's but three functions:
+// Makes the CPU act as the cores of a TPU: a PJRT plugin that wraps the pod's plugin, `plugin.cc`. TorchTPU loads it if
+// TPU_LIBRARY_PATH names it. It replaces three functions of the inner plugin:
 //
-// - A client is made without the options that only libtpu knows, such as premapped_buffer_size. As TorchTPU has one
-//   process a core, each is a host of the pod with one core: of WORLD_SIZE ones that with the number RANK. They meet in
-//   a folder that MASTER_PORT names.
-// - TorchTPU compiles each operation that it computes at once for the cores of all processes, though only one runs it. A
-//   TPU's core then runs its own part, but the pod waits for the others. So a program without a word of several cores is
-//   compiled for the own core alone.
-// - TorchTPU asks in which memory the results of a program lie, which XLA's CPU client doesn't implement: on the device.
+// - It creates the client without options that only libtpu knows, such as premapped_buffer_size. TorchTPU has one
+//   process for each core, so each process is a host of the pod with one core: host RANK of WORLD_SIZE hosts. The
+//   processes connect through a folder whose name contains MASTER_PORT.
+// - TorchTPU compiles each immediately computed operation for the cores of all processes, although only one process
+//   runs it. On a TPU this core runs its own part, but the pod would wait for the others. So a program that doesn't
+//   mention several cores is compiled for this process's core alone.
+// - TorchTPU asks which memory contains a program's results. XLA's CPU client doesn't implement this; the answer is:
+//   the device.
 //
-// AS_TPU_INNER  the pod's plugin
+// AS_TPU_INNER  the path of the pod's plugin
 #include <dlfcn.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -26,7 +27,7 @@
 
 namespace {
 
-const PJRT_Api* pod;  // the plugin inside
+const PJRT_Api* pod;  // the inner plugin
 int own_core;
 
 std::string given(const char* name, const std::string& otherwise) {
@@ -47,12 +48,12 @@ PJRT_Error* create_client(PJRT_Client_Create_Args* args) {
   inner.num_options = 0;
   PJRT_Error* error = pod->PJRT_Client_Create(&inner);
   args->client = inner.client;
-  rmdir(folder.c_str());  // which the last to leave does
+  rmdir(folder.c_str());  // succeeds for the last process that leaves
   for (const char* name : {"POD_HOSTS", "POD_HOST", "POD_CORES", "POD_FOLDER"}) unsetenv(name);
   return error;
 }
 
-// Protocol buffers, as far as it takes to change fields of one.
+// The part of protocol buffers that is needed to change fields of a message.
 uint64_t take_number(const std::string& bytes, size_t* at) {
   uint64_t number = 0;
   for (int shift = 0;; shift += 7) {
@@ -75,7 +76,7 @@ std::string as_field(uint64_t field, const std::string& bytes) {
   return as_number(field << 3 | 2) + as_number(bytes.size()) + bytes;
 }
 
-// A message without some of its fields; one of them is given to `found`, if there is a place for it.
+// Returns a message without some of its fields; stores one of these fields in `found`, if given.
 std::string without(const std::string& message, const std::set<uint64_t>& fields, std::string* found = nullptr) {
   std::string rest;
   for (size_t at = 0; at < message.size();) {
@@ -138,7 +139,7 @@ PJRT_Error* memory_kinds(PJRT_Executable_OutputMemoryKinds_Args* args) {
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) const PJRT_Api* GetPjrtApi() {
-  alignas(16) static char table[1 << 14];  // the inner one may be longer than this header's
+  alignas(16) static char table[1 << 14];  // the inner plugin's table may be longer than this header's
   auto* shown = reinterpret_cast<PJRT_Api*>(table);
   if (pod) return shown;
   void* library = dlopen(getenv("AS_TPU_INNER"), RTLD_NOW | RTLD_LOCAL);

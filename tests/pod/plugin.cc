@@ -1,19 +1,19 @@
-// A pod of TPU hosts, played by processes of one machine: a PJRT plugin around a plugin for the CPU.
+// Makes processes of one machine act as a pod of TPU hosts: a PJRT plugin that wraps a plugin for the CPU.
 //
-// Each process is a host. Its CPU client has the cores of the whole pod and runs every program on all of them, but only
-// the host's own cores are shown. What another host has put on its cores is fetched from it before the program that
-// takes it runs, over a socket; results need no fetching, because each host computes those of all cores.
+// Each process is a host. Its CPU client has the cores of the whole pod and runs every program on all of them, but
+// shows only the host's own cores. Before a program runs, the host fetches the program's inputs on other hosts' cores
+// over a socket. Results needn't be fetched, because each host computes the results of all cores.
 //
-// So all hosts must start the same programs in the same order, as on a pod. If one dies or doesn't come, the others wait
-// for it for ever, as on a pod. If one comes with another program, where a pod would hang or compute nonsense, all of
-// them get an error.
+// So all hosts must start the same programs in the same order, as on a pod. If a host dies or starts no program, the
+// others wait for it forever, as on a pod. If a host starts a different program, where a pod would hang or compute
+// nonsense, all hosts get an error.
 //
-// POD_INNER        the plugin for the CPU
+// POD_INNER        the path of the plugin for the CPU
 // POD_HOST         this host's number, from 0
-// POD_HOSTS        how many there are
-// POD_CORES        the cores of each
-// POD_INTERLEAVED  1: a host's cores aren't neighbours, but every POD_HOSTS-th one
-// POD_FOLDER       where the sockets are
+// POD_HOSTS        the number of hosts
+// POD_CORES        the number of cores of each host
+// POD_INTERLEAVED  1: a host has every POD_HOSTS-th core instead of adjacent cores
+// POD_FOLDER       the folder of the sockets
 // POD_FAILS        1: a program fails if another host is gone, instead of waiting for it
 #include <dlfcn.h>
 #include <sys/socket.h>
@@ -38,7 +38,7 @@
 
 namespace {
 
-const PJRT_Api* cpu;  // the plugin inside
+const PJRT_Api* cpu;  // the inner plugin
 
 int number(const char* name) {
   const char* text = getenv(name);
@@ -55,7 +55,7 @@ Args fresh(size_t size) {
 }
 #define ARGS(Name) fresh<Name##_Args>(Name##_Args_STRUCT_SIZE)
 
-// Errors of our own, beside those of the inner plugin.
+// This plugin's own errors, in addition to the inner plugin's.
 std::mutex errors_lock;
 std::map<const PJRT_Error*, std::string> own_errors;
 
@@ -133,7 +133,7 @@ class Links {
     unlink(own.sun_path);
   }
 
-  // Send a message to another host and take its own. The smaller number sends first.
+  // Exchange messages with another host. The host with the smaller number sends first.
   std::string exchange(int other, const std::string& message) {
     if (host_ < other) send_to(other, message);
     uint64_t size = 0;
@@ -154,7 +154,7 @@ class Links {
   }
 
   int call(sockaddr_un who) {
-    for (;; usleep(20000)) {  // until it listens
+    for (;; usleep(20000)) {  // until the other host listens
       int line = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
       if (!connect(line, reinterpret_cast<sockaddr*>(&who), sizeof who)) {
         give(line, &host_, sizeof host_);
@@ -205,7 +205,7 @@ Pod* pod;
 
 // The buffers on other hosts' cores, by the buffer on this host's first core: in the order of the cores.
 std::mutex turn;  // of programs: one runs at a time
-std::mutex lock;  // of the two below, held for a moment: a buffer can be given up while a program waits for a host
+std::mutex lock;  // for the next two variables, held only briefly: buffers are destroyed while a program waits
 std::unordered_map<PJRT_Buffer*, std::vector<PJRT_Buffer*>> elsewhere;
 std::map<PJRT_LoadedExecutable*, std::vector<PJRT_Device*>> shown_devices;
 long programs_run;
@@ -220,7 +220,7 @@ PJRT_Error* write(PJRT_Buffer* buffer, std::string* message) {
   RETURN_IF_ERROR(cpu->PJRT_Buffer_Dimensions(&shape));
   auto copy = ARGS(PJRT_Buffer_ToHostBuffer);
   copy.src = buffer;
-  RETURN_IF_ERROR(cpu->PJRT_Buffer_ToHostBuffer(&copy));  // with no room given it only says the size
+  RETURN_IF_ERROR(cpu->PJRT_Buffer_ToHostBuffer(&copy));  // without a destination it only returns the size
   int64_t head[] = {type.type, static_cast<int64_t>(shape.num_dims), static_cast<int64_t>(copy.dst_size)};
   message->append(reinterpret_cast<char*>(head), sizeof head);
   message->append(reinterpret_cast<const char*>(shape.dims), shape.num_dims * sizeof(int64_t));
@@ -252,7 +252,7 @@ PJRT_Error* read(const char** message, PJRT_Device* device, PJRT_Buffer** buffer
   return wait_for(args.done_with_host_buffer);
 }
 
-// What a program looks like from outside, to tell two apart: name, numbers of inputs and results.
+// A description that distinguishes programs: the name, and the numbers of inputs and results.
 std::string looks(PJRT_LoadedExecutable* program, size_t inputs, size_t* results) {
   auto whole = ARGS(PJRT_LoadedExecutable_GetExecutable);
   whole.loaded_executable = program;
@@ -311,7 +311,7 @@ PJRT_Error* fetch(const std::string& program, PJRT_Buffer* const* const* inputs,
 }
 
 PJRT_Error* execute(PJRT_LoadedExecutable_Execute_Args* args) {
-  // The inner plugin is of a later version: its structs are longer.
+  // The inner plugin has a later version, with longer structs.
   alignas(16) char room[512] = {0};
   memcpy(room, args->options, args->options->struct_size);
   auto* options = reinterpret_cast<PJRT_ExecuteOptions*>(room);
@@ -370,9 +370,9 @@ PJRT_Error* execute(PJRT_LoadedExecutable_Execute_Args* args) {
   return nullptr;
 }
 
-// Destroys buffers in its own thread. To destroy a buffer, XLA's CPU client waits until a program that will write over
-// it has run. TorchTPU may destroy it in the callback that says that it is ready; this program waits for the end of the
-// callback, so both would wait for ever.
+// Destroys buffers in a separate thread. To destroy a buffer, XLA's CPU client waits for the program that will write
+// over the buffer. But TorchTPU may destroy the buffer in the callback that reports it as ready, and that program
+// waits for the end of the callback: a deadlock.
 class Destroyer {
  public:
   void add(PJRT_Buffer* buffer) {
