@@ -9,7 +9,8 @@ class TerminateOnNaN(Callback):
 
     It costs nothing: the device records the step, and the host reads it where it waits for the device anyway. Training
     ends at most 64 graphs (64 steps, or 64k with `steps_per_execution=k`) after that step, usually within a tenth of a
-    second, and never after the end of its epoch. By then the weights are the later step's: resume from a checkpoint.
+    second, and never after the end of its epoch. By then later steps have updated the weights, so resume from a
+    checkpoint.
 
     Args:
         raise_error: Raise an error, which `fit` wraps in a `CallbackError`, instead of setting `stop_training` (default

@@ -124,7 +124,7 @@ hundredth batch, or in on_epoch_end']
     def rows_per_second(self) -> float | None:
         """The last epoch's rows per second, over all cores; None if there was no epoch.
 
-        As the progress bar's samples/s, it excludes validations and the first steps, which may be compiled.
+        Like the progress bar's samples/s, it excludes validations and the first steps, which may be compiled.
         """
         last = self.last_epoch
         return None if last is None else last.per_second("rows")
