@@ -158,7 +158,7 @@ class HeldState(DeviceState):
     def write_back(self) -> None:
         if self.lost:
             cure = "Load the last good weights with load_weights; the optimizer then starts over"
-            raise StateLostError(f"the weights on the device are lost: a step failed that had consumed them. {cure}")
+            raise StateLostError(f"the weights on the device are lost: a step that had consumed them failed. {cure}")
         if self.held:
             self.restore(self.unpack_values(range(len(self.values))), self.aliases)
 
