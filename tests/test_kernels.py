@@ -555,6 +555,25 @@ def test_chunks(chunks, dim):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64])
+def test_rrelu_in_evaluation(inplace, dtype):
+    x = torch.tensor([-2.0, -0.5, 0.0, 0.5, torch.inf], dtype=dtype, requires_grad=True)
+    check(lambda x: F.rrelu(x * 1, 0.25, 0.5, inplace=inplace), x)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rrelu_in_training_draws_a_slope_for_each_negative_element(inplace):
+    x = torch.linspace(-1, 1, 1001).requires_grad_()
+    with replace_kernels("CPU"):
+        y = F.rrelu(x * 1, 0.25, 0.5, training=True, inplace=inplace)
+        (slopes,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(y, x * slopes)
+    assert torch.equal(slopes[501:], torch.ones(500))
+    assert 0.25 <= slopes[:501].min() < 0.26 and 0.49 < slopes[:501].max() <= 0.5
+    assert slopes[:501].unique().numel() > 450
+
+
 TRIANGLE = torch.ones(4, 4, dtype=torch.bool).triu(1)
 PADDING = torch.tensor([[False, False, True, True], [False, False, False, False], [False, True, True, True]])
 MULTIHEAD = {

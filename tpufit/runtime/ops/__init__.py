@@ -14,6 +14,7 @@
 | `residuals` | results that are kept where the rest is recomputed |
 | `reductions` | counts, norms and pairwise distances, where torch_xla's results differ from PyTorch's |
 | `ordering` | maxima, minima and sorting of NaN and infinity |
+| `rrelu` | `nn.RReLU` |
 | `resizing` | images resized by a factor that gives a fractional number of rows |
 | `native` | PyTorch's operations by name, and kernels that pass some calls on to them |
 | `dtypes` | combinations of dtypes that PyTorch refuses and torch_xla accepts |

@@ -21,6 +21,7 @@ from .multihead import replace_multihead
 from .native import with_fallback
 from .norms import batch_norm, batch_norm_in_autocast, group_norm, instance_norm, layer_norm, weight_norm
 from .products import linear, matmul
+from .rrelu import rrelu, rrelu_in_place
 from .views import chunks
 
 # Each kernel takes the arguments of its native operation. It returns None to leave a call to the native kernel, e.g.
@@ -37,6 +38,8 @@ _KERNELS: dict[str, Callable[..., Tensor | list[Tensor] | None]] = {
     "linear": linear,
     "matmul": matmul,
     "one_hot": one_hot,
+    "rrelu": rrelu,
+    "rrelu_": rrelu_in_place,
     "scaled_dot_product_attention": attention,
     "unsafe_chunk": chunks,
 }
