@@ -206,6 +206,9 @@ def judge_in_a_fork(op: Any, dtype: torch.dtype, most: int, cores: int, plain: b
         try:
             for verdict in judge(op, dtype, most, *start(cores, plain)):
                 os.write(writer, f"{verdict}\n".encode())
+        except BaseException as error:
+            reason = next(iter(str(error).splitlines()), "")
+            os.write(writer, f"not judged: {type(error).__name__}: {reason}\n".encode())
         finally:
             os._exit(0)
     os.close(writer)
