@@ -1,6 +1,9 @@
 """The share of a chip's peak that large transformers reach, by remat policy and batch, from the TPU's compiler.
 
     python tests/benchmarks/limits.py [--only PART]     # rows with this in their name; minutes each
+    python tests/benchmarks/limits.py --only PART --out tests/benchmarks/results/limits_torchtpu.json   # with TorchTPU
+
+The installed runtime's libtpu compiles; only TorchTPU's knows v7x.
 
 GPT-2 small and GPT-2 XL have 50,257 words and no dropout. Llama is transformers' unchanged LlamaForCausalLM, with the
 sizes of Llama 3.2 1B. The weights of GPT-2 XL and Llama are split over the cores. tpufit estimates the time of flash
@@ -29,7 +32,7 @@ import tpufit
 
 RESULTS = Path(__file__).with_name("results") / "limits.json"
 FEW = (2, 4)  # the numbers of blocks that are compiled, for the extrapolation
-USABLE = {"v5e-8": 15.75, "v6e-8": 31.25}  # the GiB of a core that a program may use
+USABLE = {"v5e-8": 15.75, "v6e-8": 31.25, "v7x-8": 94.75}  # the GiB of a core that a program may use
 _LLAMA = {
     "vocab_size": 128256, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
     "intermediate_size": 8192, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
@@ -150,7 +153,8 @@ def extrapolated(own: Sequence[Mapping[str, Any]], blocks: int, unwrap_module: f
 POLICIES = (None, "attention", "dots", "nothing")
 ROWS = [
     *(Row("GPT-2 small", "v5e-8", 1024, 8, remat, extrapolated=False) for remat in POLICIES),
-    Row("GPT-2 small", "v5e-8", 4096, 2, extrapolated=False),
+    *(Row("GPT-2 small", tpu, 1024, 8, extrapolated=False) for tpu in ("v6e-8", "v7x-8")),
+    *(Row("GPT-2 small", tpu, 4096, 2, extrapolated=False) for tpu in ("v5e-8", "v6e-8", "v7x-8")),
     # Compared with compiled networks, to show the accuracy of the extrapolation.
     Row("GPT-2 small", "v5e-8", 1024, 8),
     Row("GPT-2 small", "v5e-8", 1024, 8, "nothing"),
@@ -158,6 +162,7 @@ ROWS = [
     Row("Llama 1B", "v5e-8", 2048, 4, "nothing"),
     Row("Llama 1B", "v6e-8", 2048, 4),
     Row("Llama 1B", "v6e-8", 2048, 8, "nothing"),
+    Row("Llama 1B", "v7x-8", 2048, 4),
     Row("GPT-2 XL", "v5e-8", 1024, 1),
     *(Row("GPT-2 XL", "v5e-8", 1024, 8, remat) for remat in (None, "dots", "nothing")),
 ]
