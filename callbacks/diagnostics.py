@@ -16,9 +16,9 @@ class Diagnostics(Callback):
 
     Example:
         >>> import torch, tpufit
-        >>> model = tpufit.Model(torch.nn.Linear(2, 2))
+        >>> model = tpufit.Model(torch.nn.Linear(3, 5))
         >>> model.compile("sgd", "mse")
-        >>> _ = model.fit(torch.zeros(64, 2), torch.zeros(64, 2), verbose=0, callbacks=Diagnostics())
+        >>> _ = model.fit(torch.zeros(64, 3), torch.zeros(64, 5), verbose=0, callbacks=Diagnostics())
         >>> [graph.cause for graph in model.report().counts.compiled]
         ['it is the first step']
     """
