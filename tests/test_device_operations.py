@@ -211,6 +211,15 @@ RIGHT = {
         }.items()
     },
     "floors of quotients": (lambda x: torch.stack([(x.detach() * 10) // n for n in (0.3, 0.1, 3, -0.3)]), TENTHS),
+    **{
+        f"{name} of {dtype}": (lambda x, f=f, dtype=dtype: divided(f, dtype), TENTHS)
+        for name, f in {
+            "floors of quotients": lambda a, b: torch.stack([a // b, a // 7, a // -7, torch.floor_divide(a, b)]),
+            "truncated quotients": lambda a, b: torch.stack([torch.div(a, n, rounding_mode="trunc") for n in (b, 7)]),
+            "quotients in place": lambda a, b: a.clone().floor_divide_(b),
+        }.items()
+        for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+    },
     "no elements gathered": (lambda x: x.sum() + x.gather(0, x.new_zeros(0, 2, 3, dtype=torch.int64)).sum(), images(4)),
     "nothing repeated": (lambda x: torch.cat([x.repeat(0, 2), x.repeat(1, 2)]), images(3, 2)),
     "no matrix": (lambda x: x.sum() + x[:0, :0].matrix_exp().sum() + torch.logdet(x[:0, :0]), images(3, 3)),
@@ -229,6 +238,12 @@ RIGHT = {
 def compared(x):
     numbers = (0.9, 0.3, 16777216.0, 16777217, 1, True, -1, 300, 1e40, math.nan, math.inf, 2**62)
     return torch.stack([f(x, number) for f in (*EQUAL, torch.lt, torch.le, torch.gt, torch.ge) for number in numbers])
+
+
+def divided(operation, dtype):
+    largest = torch.iinfo(dtype).max
+    tensor = torch.tensor([largest, -largest, largest - 5, -7, 7, -7, 7, 0], dtype=dtype)
+    return operation(tensor, torch.tensor([1, 1, 3, 2, -2, -2, 2, 5], dtype=dtype))
 
 
 def squared_diagonal(x):

@@ -21,6 +21,7 @@ _MIXED = (
     *("eq.Tensor", "ge.Tensor", "gt.Tensor", "le.Tensor", "lt.Tensor", "ne.Tensor"),
 )
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (torch.uint8, *_SIGNED)
 # The operations that return floating-point numbers for integers, too: converted by `promote`, and by `make_floating`.
 _FLOATING = ("atan2", "reciprocal", "xlogy.Tensor")
 FLOATING_FOR_INTEGERS = (
@@ -108,9 +109,11 @@ def _remainder(_: Native, __: Any, tensor: Tensor, divisor: Any) -> Tensor:
 
 
 def _divide(native: Native, keys: Any, tensor: Tensor, divisor: Any, *, rounding_mode: str | None) -> Tensor:
-    """`div` with a rounding mode. torch_xla takes the floor of a rounded quotient: 20 for 6 // 0.3, and PyTorch 19."""
+    """`div` with a rounding mode. torch_xla rounds a quotient in float32: 6 // 0.3 is 20, and large integers differ."""
     if rounding_mode is not None:
         tensor, divisor = _convert((tensor, divisor))
+        if tensor.dtype in _INTEGERS:
+            return _divide_integers(tensor, divisor, rounding_mode)
     if rounding_mode == "floor" and tensor.is_floating_point():
         wide = torch.promote_types(tensor.dtype, torch.float32)
         return _divide_exactly(tensor.to(wide), divisor.to(wide)).to(tensor.dtype)
@@ -120,6 +123,15 @@ def _divide(native: Native, keys: Any, tensor: Tensor, divisor: Any, *, rounding
 
 def _floor_divide(_: Native, __: Any, tensor: Tensor, divisor: Any) -> Tensor:
     return torch.div(tensor, divisor, rounding_mode="floor")
+
+
+def _divide_integers(tensor: Tensor, divisor: Tensor, rounding_mode: str) -> Tensor:
+    """Divide integers. `addcdiv` is the operation in which torch_xla divides integers as integers."""
+    quotient = torch.addcdiv(torch.zeros_like(tensor), tensor, divisor)
+    if rounding_mode == "trunc" or tensor.dtype not in _SIGNED:
+        return quotient
+    rest = torch.fmod(tensor, divisor)
+    return torch.where((rest != 0) & ((rest < 0) != (divisor < 0)), quotient - 1, quotient)
 
 
 def _divide_exactly(tensor: Tensor, divisor: Tensor) -> Tensor:
