@@ -93,6 +93,18 @@ class Slice:
 # github.com/skypilot-org/skypilot-catalog, catalogs/v8/gcp/vms.csv at 006059e. Other regions cost up to 43 % more, and
 # a v2 on more than one host costs a third more.
 _V5_FLAGS = "--xla_enable_async_all_gather=true --xla_enable_async_collective_permute=true"
+# jaxlib 0.10.2 can't read a program of which libtpu 0.0.51 has given parts to the SparseCores, as it does on a v7x.
+_WITHOUT_SPARSE_CORES = " ".join(
+    f"--xla_tpu_{option}=false"
+    for option in (
+        *("offload_gather_to_sparsecore", "enable_offloading_gather_to_sparsecore"),
+        "enable_offloading_scatter_to_sparsecore",
+        *(
+            f"enable_sparse_core_collective_offload_{collective}"
+            for collective in ("all_reduce", "all_gather", "reduce_scatter")
+        ),
+    )
+)
 
 
 def _tpu(name: str, kind: str, **does: Any) -> TPU:
@@ -115,6 +127,7 @@ _V7X = _tpu(
     links=300e9,
     price=None,
     side=256,
+    flags=_WITHOUT_SPARSE_CORES,
     family="tpu7x",
     runtime="torch_tpu",
 )
