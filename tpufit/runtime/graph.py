@@ -132,8 +132,8 @@ class Graph:
         """
         starting = placement.prepare_start(self.hash, inputs)
         outputs = state.expect(self.changed, self.consumed, self.aliases)
-        # One call in C, so that no signal handler runs between the start of the graph and the arrival of its outputs in
-        # the list: an interrupt there would lose them after the state that they replace has been consumed.
+        # One call in C, as in `utils/uninterrupted.py`: an interrupt between the start of the graph and the arrival of
+        # its outputs in the list would lose them after the state that they replace has been consumed.
         try:
             outputs.extend(chain([None], starting))
         finally:

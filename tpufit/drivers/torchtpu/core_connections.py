@@ -1,7 +1,7 @@
 """`CoreConnections`: the other cores' processes, the connections to them, and the detection of failures.
 
 The user's process sends every message to all of them. Even if a signal comes, a message reaches all cores or none:
-Python prepares the message, and a single call in C sends it to all cores, during which no signal handler runs.
+Python prepares the message, and `uninterrupted` calls send it to all cores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 import threading
 from array import array
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
@@ -26,10 +25,8 @@ from ...errors import DeviceLostError
 from ...hosts.heartbeat import silence_limit
 from ...utils.child_python import child_python
 from ...utils.children import explain_end
+from ...utils.uninterrupted import uninterrupted
 from .messages import Begin, Block, Failed, Imported, Map, Message, Probe, Sign, Started, pack, receive
-
-call: Callable[[partial[Any]], Any] = partial.__call__
-"""Call a `partial`; a function in C, which no signal handler interrupts."""
 
 _PROCESS = f"{__package__}.core_process"
 _SEND_BUFFER = 1 << 18  # bytes, of a socket
@@ -282,7 +279,7 @@ class CoreConnections:
     # Messages
 
     def prepare_sending(self, message: Message, descriptor: int | None = None) -> list[partial[Any]]:
-        """Prepare a message: return a call in C for each other core, which sends it. The caller holds the lock."""
+        """Prepare a message: return the calls, for `uninterrupted`, that send it. The caller holds the lock."""
         # A send that waits could be interrupted.
         self.wait_until(lambda: len(self._send_poll.poll(0)) == len(self._sockets))
         self._sent += 1
@@ -294,9 +291,9 @@ class CoreConnections:
 
     def tell(self, message: Message, descriptor: int | None = None) -> int:
         """Send a message to all other cores, and return its number. The caller holds the lock."""
-        sends = map(call, self.prepare_sending(message, descriptor))
+        sends = self.prepare_sending(message, descriptor)
         try:
-            deque(sends, maxlen=0)
+            list(uninterrupted(sends))
         except ConnectionError:  # the listening thread is about to record why
             self.wait_until(lambda: False)
         return self._sent

@@ -17,16 +17,16 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from operator import add, iadd, itemgetter
+from itertools import chain, count
 
 import torch
 from torch import Tensor
 
 from ...errors import PlacementError, StartError
 from ...hosts import all_reduce_max
+from ...utils.uninterrupted import uninterrupted
 from .compute_modes import computing, noting
-from .core_connections import CoreConnections, call
+from .core_connections import CoreConnections
 from .core_tensors import CorePart, CoreTensors, TensorRecord
 from .host import Host
 from .messages import Compile, Fetch, Part, Put, Run, align, own_part
@@ -327,7 +327,7 @@ class CoreGroup(OneCore):
             for i, axis in enumerate(axes)
             if axis is not None
         ]
-        return _GroupProgram(run, loaded, program, self, split, len(outputs))
+        return _GroupProgram(run, loaded, program, self, split)
 
     def prepare_start(self, program: _GroupProgram, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
         """See `Program.prepare_start`."""
@@ -337,24 +337,17 @@ class CoreGroup(OneCore):
             forgotten = list(self._tensors.forgotten)
             start = _Start(self._next, len(forgotten))
             self._next += _NUMBERS_PER_PROGRAM
-            split = program.split
-            placeholders = [self._placeholder(one.shape, one.dtype) for one in split]
-            if split:
-                start.parts += [CorePart(start.outputs, one.index) for one in split]
-                numbers = [start.first + one.index for one in split]
-                self._tensors.note(placeholders, numbers, [one.axis for one in split], start.parts)
+            placeholders = {one.index: self._placeholder(one.shape, one.dtype) for one in program.split}
+            start.parts += [CorePart(start.outputs, i) for i in placeholders]
+            numbers = [start.first + i for i in placeholders]
+            self._tensors.note([*placeholders.values()], numbers, [one.axis for one in program.split], start.parts)
             self._start = start
             sends = self.connections.prepare_sending(
                 Run(program.number, [record.number for record in records], start.first, forgotten)
             )
-        outputs = islice(map(call, [*sends, partial(program.run, own_inputs)]), len(sends), None)
-        if not split:
-            return outputs
-        # This runs in C, too: placeholders replace the parts among the outputs.
-        places = {one.index: i for i, one in enumerate(split)}
-        order = [places.get(i, len(places) + i) for i in range(program.count)]
-        pick = itemgetter(*order) if len(order) > 1 else itemgetter(slice(0, 1))
-        return map(list, map(pick, map(partial(add, placeholders), map(partial(iadd, start.outputs), outputs))))
+        outputs = chain.from_iterable(map(program.run, [own_inputs]))
+        shown = map(placeholders.get, count(), start.outputs)  # a placeholder in place of each part
+        return uninterrupted([*sends, partial(start.outputs.extend, outputs), partial(list, shown)])
 
     def note_start(self, program: _GroupProgram, outputs: Sequence[list[Tensor]]) -> None:
         """See `Program.note_start`."""
@@ -367,12 +360,12 @@ class CoreGroup(OneCore):
             del self._tensors.forgotten[: start.forgotten]
             # One list for each part, so that a part lives only as long as its tensor.
             start.parts[:] = [CorePart([start.outputs[one.index]]) for one in program.split]
-            split = {one.index for one in program.split}
-            whole = [i for i in range(len(outputs[0])) if i not in split]
-            results = [outputs[0][i] for i in whole]
             if not program.places:
-                program.places.extend(map(place_of, results))
-            self._tensors.note(results, [start.first + i for i in whole], places=program.places)
+                split = {one.index for one in program.split}
+                program.places.update({i: place_of(t) for i, t in enumerate(outputs[0]) if i not in split})
+            results = [outputs[0][i] for i in program.places]
+            numbers = [start.first + i for i in program.places]
+            self._tensors.note(results, numbers, places=[*program.places.values()])
             self._tensors.forget_freed()
 
 
@@ -383,10 +376,8 @@ class _GroupProgram(Program):
     number: int
     cores: CoreGroup
     split: Sequence[_Split]
-    count: int  # of its outputs, if it has split outputs
-    places: list[Hashable] = field(
-        default_factory=list
-    )  # of its whole outputs in their storages, after its first start
+    # The places of its whole outputs in their storages, by their positions; known after its first start.
+    places: dict[int, Hashable] = field(default_factory=dict)
 
     def prepare_start(self, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
         return self.cores.prepare_start(self, inputs)
