@@ -140,6 +140,22 @@ def require_number(name: str, value: object, wanted: str, fits: Callable[[float]
     return number
 
 
+def require_count_or_share(name: str, value: object, wanted: str) -> int | float:
+    """Return an argument that is a whole number of at least 1, or a share above 0 and up to 1, as a Python number.
+
+    Args:
+        name: The argument's name.
+        value: The argument's value.
+        wanted: The expected value, for the message.
+
+    Example:
+        >>> require_count_or_share("limit", 1.5, "a number of batches, or a share such as 0.1")
+        Traceback (most recent call last):
+        tpufit.errors.ArgumentError: limit must be a number of batches, or a share such as 0.1, got 1.5
+    """
+    return require_number(name, value, wanted, lambda given: given >= 1 if isinstance(given, int) else 0 < given <= 1)
+
+
 def require_flag(name: str, value: object) -> bool:
     """Return an argument as True or False, or raise an `ArgumentError` if it is neither. None is False."""
     number = isinstance(value, (int, np.integer)) and value in (0, 1)

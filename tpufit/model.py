@@ -69,7 +69,7 @@ from .step import (
 )
 from .step.precision import to_bfloat16
 from .trainer import host_consistency, on_batch, passes
-from .trainer.fit_arguments import Schedule, TrainingData, ValidationData, evaluation_stream
+from .trainer.fit_arguments import EvaluationData, Schedule, TrainingData, ValidationData
 from .trainer.lr_find import LRCurve, Sweep, find
 from .trainer.make_callback_list import make_callback_list
 from .trainer.preconditions import require_compiled, require_gradients, require_learning
@@ -560,11 +560,12 @@ class Model(StepMethods):
         return_dict = require_flag("return_dict", return_dict)
         require_compiled(engine, "evaluate")
         data = recognize_held_out(x, "x") if y is None and sample_weight is None else recognize(x, y, sample_weight)
+        given = EvaluationData(data, batch_size, steps)
         require_vocabulary(self.module, data.x)
         verbosity = resolve_verbose(verbose)
         now = engine.start(cores, f"evaluate(cores={cores!r})")
         placement = engine.place_on(now)
-        held_out = evaluation_stream(data, batch_size, placement, now.count, steps)
+        held_out = given.stream(placement, now.count)
         host_consistency.compare_hosts(
             engine, evaluate=None if held_out.per_host else (held_out.steps, held_out.sizes())
         )
@@ -627,7 +628,7 @@ class Model(StepMethods):
         Source: `keras.Model.predict`.
         """
         engine = self._engine
-        given = recognize(x)
+        given = EvaluationData(recognize(x), batch_size, steps)
         local = require_flag("local", local)
         verbosity = resolve_verbose(verbose)
         placement = engine.state.placement
@@ -638,7 +639,7 @@ class Model(StepMethods):
             now = engine.start(cores, f"predict(cores={cores!r})")
             placement = engine.place_on(now)
             count = now.count
-        data = evaluation_stream(given, batch_size, placement, count, steps)
+        data = given.stream(placement, count)
         wanted = local or is_first()
         predictions = Predictions(data.steps, out if wanted else None)
         host_consistency.compare_hosts(engine, predict=None if data.per_host else (data.steps, data.sizes()))

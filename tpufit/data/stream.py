@@ -14,7 +14,7 @@ from typing import Any
 from torch import Generator
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from ..errors import ArgumentError, DataError, require_choice, require_whole
+from ..errors import ArgumentError, DataError, require_choice, require_count_or_share, require_whole
 from ..utils.random import RNGState, state_from_hex, state_to_hex
 from ..utils.saved_attributes import SavedAttributes
 from ..utils.user_code import warn
@@ -29,6 +29,7 @@ from .user_data import Form, UserData, recognize
 
 DEFAULT_BATCH_SIZE = 32  # Keras's
 GLOBAL = "global"  # the batch size of data whose batches are for all cores together
+SHUFFLES = (True, False, "batch")
 
 
 def stream(
@@ -78,13 +79,14 @@ def stream(
         >>> data.steps, [len(x) for x, y in data.epoch(0)]
         (3, [4, 4, 2])
     """
+    require_choice("shuffle", shuffle, *SHUFFLES)
     return make_stream(
         recognize(x, y, sample_weight, name),
-        batch_size=batch_size,
+        batch_size=require_batch_size("batch_size", batch_size, GLOBAL),
         cores=cores,
         shuffle=shuffle,
         seed=seed,
-        steps=steps,
+        steps=None if steps is None else require_whole("steps", steps),
         restart=restart,
         local_shards=local_shards,
     )
@@ -101,16 +103,24 @@ def make_stream(
     restart: bool = False,
     local_shards: Sequence[int] | None = None,
 ) -> Stream:
-    """Make a stream of recognized data, see `stream`."""
-    whole = isinstance(batch_size, str) and batch_size == GLOBAL
-    rows = None if isinstance(batch_size, str) and whole else batch_size
-    if rows is not None:
-        rows = require_whole("batch_size", rows, otherwise=repr(GLOBAL))
-    steps = None if steps is None else require_whole("steps", steps)
-    require_choice("shuffle", shuffle, True, False, "batch")
+    """Make a stream of recognized data, see `stream`; the caller has checked the arguments."""
+    whole = batch_size == GLOBAL
+    rows = batch_size if isinstance(batch_size, int) else None
     share = None if local_shards is None or len(local_shards) == cores else Share(tuple(local_shards), cores)
     plan = BatchPlan(rows or DEFAULT_BATCH_SIZE, cores, shuffle, seed, data.name, share)
     return Stream(_make_source(data, plan, rows, whole), steps, restart, data.name, cores, whole)
+
+
+def require_batch_size(name: str, value: Any, *names: str) -> int | str | None:
+    """Return a batch size: a whole number, one of some names, or None. Raise an `ArgumentError` for other values."""
+    if value is None or (isinstance(value, str) and value in names):
+        return value
+    return require_whole(name, value, otherwise=" or ".join(map(repr, names)))
+
+
+def require_limit(name: str, value: object) -> int | float:
+    """Return a limit on the batches of an epoch: their number or share. Raise an `ArgumentError` for other values."""
+    return require_count_or_share(name, value, "a whole number of batches of at least 1, or a share such as 0.1")
 
 
 def _make_source(data: UserData, plan: BatchPlan, batch_size: int | None, whole: bool) -> Source:
@@ -316,13 +326,11 @@ class Stream:
             ArgumentError: The limit is neither a number of at least 1 nor a share between 0 and 1; or it is a share,
                 but the number of batches is unknown.
         """
-        if isinstance(limit, float) and 0 < limit <= 1:
+        limit = require_limit(name, limit)
+        if isinstance(limit, float):
             if self.steps is None:
                 raise ArgumentError(f"{name}={limit}: {self._name} doesn't say how many batches it has; give a number")
             limit = max(1, round(limit * self.steps))
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            wanted = "a whole number of batches of at least 1, or a share such as 0.1"
-            raise ArgumentError(f"{name} must be {wanted}, got {limit!r}")
         self._limit = limit if self.steps is None else min(limit, self.steps)
         self.steps = self.steps and self._limit  # None if the data may have fewer
 

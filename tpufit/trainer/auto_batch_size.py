@@ -15,7 +15,6 @@ from ..step import Engine, StepRunner, join_groups
 from . import host_consistency
 from .fit_arguments import TrainingData
 
-AUTO = "auto"
 # A function that finds the largest batch by the TPU's compiler, from the engine, the data, the cores and the bytes of a
 # core; it returns None if the compiler is missing.
 ByCompiler: TypeAlias = Callable[[Engine, TrainingData, Cores, int], "int | None"]

@@ -1,9 +1,12 @@
 """The arguments of `fit`, `evaluate` and `predict`: the classes that own and check them, and the streams made of them.
 
+An argument is checked when its owner is made. All later functions get valid values.
+
 | owner | arguments |
 | --- | --- |
 | `TrainingData` | data (x, y, sample_weight), batch_size, shuffle, steps_per_epoch, class_weight, device_transform, \
 last_batch |
+| `EvaluationData` | data (x, y, sample_weight), batch_size, steps |
 | `ValidationData` | validation_split, validation_data, validation_steps, validation_batch_size, validation_freq, \
 validation_step_freq, validation_limit |
 | `Schedule` | epochs, initial_epoch, min_epochs, max_steps, limit, max_time, resume, strict, \
@@ -23,11 +26,12 @@ import numpy as np
 
 from ..backend import Cores, Placement
 from ..data import Compose, Stream, Transform
-from ..data.stream import GLOBAL, make_stream
+from ..data.stream import GLOBAL, SHUFFLES, make_stream, require_batch_size, require_limit
 from ..data.user_data import UserData
 from ..errors import (
     ArgumentError,
     require_choice,
+    require_count_or_share,
     require_flag,
     require_number,
     require_whole,
@@ -40,33 +44,17 @@ from ..utils.user_code import find_user_line
 from .last_batch import CHOICES
 from .validation import Validation, steps_between_validations
 
+AUTO = "auto"  # the batch size that `fit` and `preflight` choose themselves
+
 
 def _set(record: Any, name: str, value: object) -> None:
     """Set a field of a frozen dataclass in its `__post_init__`."""
     object.__setattr__(record, name, value)
 
 
-def _check_batch_size(name: str, value: Any, *names: str) -> Any:
-    """Check and return a batch size: a whole number, one of some names, or None."""
-    if value is None or (isinstance(value, str) and value in names):
-        return value
-    return require_whole(name, value, otherwise=" or ".join(map(repr, names)))
-
-
-def is_positive_whole(value: object) -> bool:
+def _is_positive_whole(value: object) -> bool:
     """True for a whole number of at least 1."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 1)
-
-
-def is_count_or_share(value: float) -> bool:
-    """True for a whole number of at least 1, or a share above 0 and up to 1."""
-    return is_positive_whole(value) or (not isinstance(value, (int, np.integer)) and 0 < value <= 1)
-
-
-def _check_limit(record: Any, name: str) -> None:
-    if record.limit is not None:
-        wanted = "a whole number of batches of at least 1, or a share such as 0.1"
-        _set(record, "limit", require_number(name, record.limit, wanted, is_count_or_share))
 
 
 @dataclass(frozen=True)
@@ -83,10 +71,10 @@ class TrainingData:
 
     def __post_init__(self) -> None:
         require_choice("last_batch", self.last_batch, *CHOICES)
-        _set(self, "batch_size", _check_batch_size("batch_size", self.batch_size, "auto", GLOBAL))
+        _set(self, "batch_size", require_batch_size("batch_size", self.batch_size, AUTO, GLOBAL))
         if self.steps_per_epoch is not None:
             _set(self, "steps_per_epoch", require_whole("steps_per_epoch", self.steps_per_epoch))
-        require_choice("shuffle", self.shuffle, True, False, "batch")
+        require_choice("shuffle", self.shuffle, *SHUFFLES)
         if self.device_transform is not None and not callable(self.device_transform):
             raise ArgumentError(f"device_transform must be a function of a batch, got {self.device_transform!r}")
         if isinstance(self.device_transform, type):
@@ -112,7 +100,16 @@ class TrainingData:
         return weights
 
     def stream(self, placement: Placement, cores: Cores, seed: int) -> Stream:
-        """Return the stream of the global batches to train on."""
+        """Return the stream of the global batches to train on.
+
+        Raises:
+            ArgumentError: The batch size is `"auto"`, and the method can't choose it.
+        """
+        if self.batch_size == AUTO:
+            raise ArgumentError(
+                f"batch_size must be a whole number of at least 1 or {GLOBAL!r}, got {AUTO!r}, which only fit and "
+                "preflight take"
+            )
         data = make_stream(
             self.data,
             batch_size=self.batch_size,
@@ -126,6 +123,24 @@ class TrainingData:
             first = data.device_transform
             data.device_transform = self.device_transform if first is None else Compose(first, self.device_transform)
         return data
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """The data of an `evaluate` or a `predict`. The attributes except `data` are arguments of the same names."""
+
+    data: UserData  # x, y and sample_weight
+    batch_size: int | str | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _set(self, "batch_size", require_batch_size("batch_size", self.batch_size, GLOBAL))
+        if self.steps is not None:
+            _set(self, "steps", require_whole("steps", self.steps))
+
+    def stream(self, placement: Placement, cores: int) -> Stream:
+        """Return the stream of the global batches of a number of cores."""
+        return _make_evaluation_stream(self.data, self.batch_size, self.steps, placement, cores)
 
 
 @dataclass(frozen=True)
@@ -144,20 +159,21 @@ class ValidationData:
         given = 0.0 if self.split is None or self.split is False else self.split
         split = require_number("validation_split", given, "a share from 0 to below 1", lambda share: 0 <= share < 1)
         _set(self, "split", split)
-        _set(self, "batch_size", _check_batch_size("validation_batch_size", self.batch_size, GLOBAL))
+        _set(self, "batch_size", require_batch_size("validation_batch_size", self.batch_size, GLOBAL))
         if self.steps is not None:
             _set(self, "steps", require_whole("validation_steps", self.steps))
         freq: Any = self.freq
         if isinstance(freq, Container) and not isinstance(freq, (str, bytes, Mapping)):
-            if isinstance(freq, Iterable) and not all(is_positive_whole(epoch) for epoch in freq):
+            if isinstance(freq, Iterable) and not all(_is_positive_whole(epoch) for epoch in freq):
                 wanted = "a whole number of at least 1, or a collection of such numbers"
                 raise ArgumentError(f"validation_freq must be {wanted}, got {short_repr(freq)}")
         else:
             _set(self, "freq", require_whole("validation_freq", freq, otherwise="a list of the epochs, from 1"))
         if self.step_freq is not None:
             wanted = "a whole number of at least 1 or a share of an epoch such as 0.25"
-            _set(self, "step_freq", require_number("validation_step_freq", self.step_freq, wanted, is_count_or_share))
-        _check_limit(self, "validation_limit")
+            _set(self, "step_freq", require_count_or_share("validation_step_freq", self.step_freq, wanted))
+        if self.limit is not None:
+            _set(self, "limit", require_limit("validation_limit", self.limit))
 
     @property
     def given(self) -> bool:
@@ -211,7 +227,8 @@ class ValidationData:
                 if getattr(self, name) is not None:
                     raise ArgumentError(f"validation_{name} needs validation_data or validation_split to validate on")
             return None
-        held_out = evaluation_stream(self.data, self.choose_batch_size(batch_size), placement, cores.count, self.steps)
+        size = self.choose_batch_size(batch_size)
+        held_out = _make_evaluation_stream(self.data, size, self.steps, placement, cores.count)
         if self.limit is not None:
             held_out.limit(self.limit, "validation_limit")
         every = None if self.step_freq is None else steps_between_validations(self.step_freq, train_steps)
@@ -243,7 +260,8 @@ class Schedule:
                 _set(self, name, require_whole(name, value, least))
         for name in ("initial_epoch", "min_epochs", "sanity_steps"):
             _set(self, name, require_whole(name, getattr(self, name), 0))
-        _check_limit(self, "limit")
+        if self.limit is not None:
+            _set(self, "limit", require_limit("limit", self.limit))
         if self.max_time is not None:
             wanted = "a number of seconds above 0 or a timedelta"
             require_number("max_time", self.seconds, wanted, lambda seconds: seconds > 0)
@@ -281,9 +299,8 @@ class Schedule:
         return {"epochs": epochs, "updates": updates, "max_steps": self.max_steps, "total_steps": total}
 
 
-def evaluation_stream(
-    data: UserData, batch_size: int | str | None, placement: Placement, cores: int, steps: int | None
+def _make_evaluation_stream(
+    data: UserData, batch_size: int | str | None, steps: int | None, placement: Placement, cores: int
 ) -> Stream:
-    """Return the stream of `steps` global batches to evaluate on (None: all)."""
     shards = placement.local_shards
     return make_stream(data, batch_size=batch_size, cores=cores, steps=steps, restart=True, local_shards=shards)

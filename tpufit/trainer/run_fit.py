@@ -17,8 +17,8 @@ from ..hosts import is_first
 from ..step import Engine, FitOptions
 from ..utils.text import size
 from . import host_consistency, loop
-from .auto_batch_size import AUTO, ByCompiler, choose, require_rows
-from .fit_arguments import Schedule, TrainingData, ValidationData
+from .auto_batch_size import ByCompiler, choose, require_rows
+from .fit_arguments import AUTO, Schedule, TrainingData, ValidationData
 from .host_agreement import start_and_find
 from .interruption import shorten_interrupt
 from .last_batch import shape_last_batches
@@ -48,7 +48,7 @@ def run_fit(
     given = CallbackList(callbacks).callbacks
     require_one_schedule(given)
     validation = validation.with_limit_of(schedule)
-    auto = isinstance(train.batch_size, str) and train.batch_size == AUTO
+    auto = train.batch_size == AUTO
     if auto:
         require_rows(train.data)
         train = replace(train, batch_size=None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..callbacks.callback_list import CallbackList
 from ..data import Stream
-from ..errors import ArgumentError, BatchError, require_whole, say_count
+from ..errors import ArgumentError, BatchError, say_count
 from ..step import Engine, find_fault
 from ..utils.random import RNGState
 from .interruption import Interruption
@@ -33,13 +33,12 @@ def steps_between_validations(freq: int | float, steps: int | None) -> int:
     Raises:
         ArgumentError: The number is never reached, or the share can't be computed.
     """
-    if isinstance(freq, float) and 0 < freq <= 1:
+    if isinstance(freq, float):
         if steps is None:
             raise ArgumentError(
                 f"validation_step_freq={freq}: the number of batches is unknown, so give a number of steps, not a share"
             )
         return max(1, round(freq * steps))
-    freq = require_whole("validation_step_freq", freq, otherwise="a share of an epoch such as 0.25")
     if steps is not None and freq > steps:
         raise ArgumentError(
             f"validation_step_freq={freq} is never reached: an epoch has {say_count(steps, 'step')}. Use "
