@@ -75,7 +75,7 @@ class StepRunner:
         self._engine = engine
         self._role = engine.roles[role]
         self._transform = transform
-        self.tally = Tally()
+        self.tally = Tally(role)
         self.one_batch = one_batch
         self.step_in_progress = False
         self.before_step: Callable[[int], None] | None = None
@@ -100,6 +100,11 @@ class StepRunner:
 
     def _begin_pass(self) -> None:
         self._role.begin_pass(self, self._transform, self._engine.options.strict, self._warm)
+
+    @property
+    def learns(self) -> bool:
+        """True if its steps change the weights."""
+        return self._role.learns
 
     @property
     def eager(self) -> bool:

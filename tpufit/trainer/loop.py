@@ -37,13 +37,11 @@ from ..callbacks.callback_list import CallbackList
 from ..checkpoint import Checkpoint, CheckpointManager, Progress, read_progress, restore_open_runs
 from ..data import Stream
 from ..diagnostics import messages
-from ..diagnostics.report import Pass
 from ..hosts import barrier
 from ..step import Engine, StepRunner
 from ..utils.user_code import warn
-from .host_consistency import share_random_state
 from .interruption import Interruption
-from .passes import PassLoop, Pause, closing
+from .passes import PassLoop, Pause, begin_pass, closing, end_pass
 from .validation import Validation, Validations
 
 
@@ -195,27 +193,25 @@ class _Training:
         engine = self._engine
         model = self._engine.model
         validations = self._validations
+        tally = runner.tally
 
         def validate_and_save(pause: Pause = nullcontext) -> None:
             # Validate before the save, so that a resumed run doesn't repeat the validation.
-            if validations is not None and validations.is_due_inside(runner.tally.batches):
+            if validations is not None and validations.is_due_inside(tally.batches):
                 with pause():  # while its first steps are captured, nothing else may be sent to the device
-                    validations.run(runner.tally.batches)
+                    tally.validated += validations.run(tally.batches)
                 runner.note_hooks()  # the validation's hooks may have changed the optimizer
             self._enforce_min_epochs()
-            self._record(epoch, runner.tally.batches, runner)
+            self._record(epoch, tally.batches, runner)
 
         def stop(pause: Pause) -> bool:
             validate_and_save(pause)
             return self.ends_here()
 
         def note_wait(seconds: float) -> None:
-            model.input_bound = seconds / (perf_counter() - began)
+            model.input_bound = seconds / (perf_counter() - tally.began)
 
-        share_random_state(self._train)
-        engine.train_mode()
-        began = perf_counter()
-        waited = 0.0
+        begin_pass(engine, runner, self._train)
         validate_and_save()  # the checkpoint may be from a step whose validation was interrupted
         if self._interruption.wanted or self._steps_left == 0:
             self._train.epoch(epoch)  # sets the position that a checkpoint saves; reads nothing
@@ -230,22 +226,14 @@ class _Training:
                 note_wait,
                 max_batches=None if self._steps_left is None else engine.state.count_batches_until(self._steps_left),
             )
-            waited = loop(epoch, look_ahead=engine.config.gradients.accumulate_steps > 1)
+            loop(epoch, look_ahead=engine.config.gradients.accumulate_steps > 1)
         self._leave_if_interrupted()
-        if model.out_of_time or (self._steps_left == 0 and runner.tally.batches != self._train.steps):
+        if model.out_of_time or (self._steps_left == 0 and tally.batches != self._train.steps):
             self.manager.save_now()  # here, because a resumed run trains the rest of the epoch
         logs = runner.results()
-        elapsed = perf_counter() - began - (validations.take_seconds() if validations is not None else 0.0)
-        tally = runner.tally
-        first_part = None
-        if tally.first is not None:
-            first, then = tally.first
-            first_part = Pass("train", first.steps, first.rows, then - began, 0.0, first.tokens, first.operations)
-        engine.log.passes.append(
-            Pass("train", tally.steps, tally.rows, elapsed, waited, tally.tokens, tally.operations, first_part)
-        )
-        model.input_bound = waited / elapsed
-        if not self._advised and (advice := messages.report_waiting(waited, elapsed)):
+        done = end_pass(engine, runner)
+        model.input_bound = done.waited / done.seconds
+        if not self._advised and (advice := messages.report_waiting(done.waited, done.seconds)):
             self._advised = True
             warn(advice)
         return logs

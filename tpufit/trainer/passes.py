@@ -1,18 +1,28 @@
-"""One pass over data: the loop that training, evaluation and prediction share, and `evaluate` and `predict`.
+"""One pass over data: what training, evaluation and prediction share, and `evaluate` and `predict`.
 
 pass
-    for each group of `steps_per_execution` steps, or of the remaining steps
-        on_*_batch_begin
-        on_train_step_begin             for each step
-        steps                           one graph, or one each if they can't be joined; started without a wait
-        on_*_batch_end                  its logs wait only when they are read
-        leave if `stop` says so
+    on_epoch_begin, on_test_begin or on_predict_begin
+    StepRunner                          resets the metrics
+    begin_pass                          the hosts' random state, the modules' modes, the clock
+    PassLoop
+        for each group of `steps_per_execution` steps, or of the remaining steps
+            on_*_batch_begin
+            on_train_step_begin         for each step
+            steps                       one graph, or one each if they can't be joined; started without a wait
+            on_*_batch_end              its logs wait only when they are read
+            leave if `stop` says so
+    read the logs or the last outputs   waits for the device
+    end_pass                            the pass's record for the report
+    on_epoch_end, on_test_end or on_predict_end
+
+For evaluation and prediction all of this is here. The pass of an epoch is in `loop.py`, because a checkpoint may be
+loaded after its `StepRunner` is made, and a validation comes before `on_epoch_end`.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from math import ceil
 from time import perf_counter, thread_time
@@ -59,8 +69,8 @@ class PassLoop:
     collect: Callable[[list[Any], list[int]], None] | None = None
     max_batches: int | None = None
 
-    def __call__(self, epoch: int = 0, look_ahead: bool = False) -> float:
-        """Run the pass from its position, and return the seconds spent waiting for data.
+    def __call__(self, epoch: int = 0, look_ahead: bool = False) -> None:
+        """Run the pass from its position.
 
         With `look_ahead` the steps of the last group know that they are the last: one group is kept back.
         """
@@ -109,7 +119,7 @@ class PassLoop:
                         self._call_end(end, runner.tally.batches - before, outputs)
                     runner.note_hooks()
                 if runner.tally.first is None:
-                    runner.tally.first = replace(runner.tally), perf_counter()
+                    runner.tally.first = runner.tally.record()
                 if self.collect:  # before `stop`, which may leave the pass
                     self.collect(outputs, [form.rows for part in parts for form in part.forms])
                 if self.stop(feed.pausing):
@@ -123,7 +133,7 @@ class PassLoop:
         add_seconds("data", times.busy if inline else times.waited)
         add_seconds("read", times.busy - times.prepared, parallel=True)
         add_seconds("prepare", times.prepared, parallel=True)
-        return times.waited
+        runner.tally.waited = times.waited
 
     def _step_hook(self) -> Callable[[int], None]:
         """Return a function that calls `on_train_step_begin` and counts the steps: several may run as one graph."""
@@ -161,35 +171,58 @@ class PassLoop:
             self.callbacks.call(hook, index, {"outputs": output})
 
 
+def begin_pass(engine: Engine, runner: StepRunner, data: Stream) -> None:
+    """Begin a pass: give all hosts one random state, put the modules into the role's mode, and start the clock."""
+    share_random_state(data)
+    if runner.learns:
+        engine.train_mode()
+    else:
+        engine.eval_mode()
+    runner.tally.began = perf_counter()
+
+
+def end_pass(engine: Engine, runner: StepRunner) -> Pass:
+    """End a pass whose logs or outputs have been read: record it for the report."""
+    done = runner.tally.record()
+    engine.log.passes.append(done)
+    return done
+
+
+@contextmanager
+def _evaluating(
+    engine: Engine, role: str, name: str, data: Stream, callbacks: CallbackList
+) -> Iterator[tuple[StepRunner, dict[str, Any]]]:
+    """A context for an evaluation or a prediction, from its first hook to its last, which gets the logs in the dict."""
+    with closing(callbacks, engine):
+        callbacks.call(f"on_{name}_begin")
+        runner = StepRunner(engine, role, data.device_transform, warm=data.passed)
+        begin_pass(engine, runner, data)
+        runner.tally.seed = engine.seed_of_pass()
+        logs: dict[str, Any] = {}
+        yield runner, logs
+        end_pass(engine, runner)
+        callbacks.call(f"on_{name}_end", logs)
+
+
 def evaluate(
     engine: Engine, data: Stream, callbacks: CallbackList, interruption: Interruption | None = None
 ) -> dict[str, Any]:
     """Evaluate once over the data: return the loss and the metrics over all rows; empty if a signal ended it."""
     model = engine.model
     model.stop_evaluating = False
-    with closing(callbacks, engine):
-        callbacks.call("on_test_begin")
-        share_random_state(data)
-        runner = StepRunner(engine, "eval", data.device_transform, warm=data.passed)
-        runner.tally.seed = engine.seed_of_pass()
-        engine.eval_mode()
-        began = perf_counter()
 
-        def stop(pause: Pause) -> bool:
-            if interruption is None:
-                return bool(all_reduce_max(model.stop_evaluating))
-            (stopping,) = interruption.agree(model.stop_evaluating)
-            return stopping or interruption.wanted
+    def stop(pause: Pause) -> bool:
+        if interruption is None:
+            return bool(all_reduce_max(model.stop_evaluating))
+        (stopping,) = interruption.agree(model.stop_evaluating)
+        return stopping or interruption.wanted
 
-        waited = PassLoop("test", runner, data, callbacks, stop, interruption)()
-        interrupted = interruption is not None and interruption.wanted
-        if interrupted:  # there may be no batch, and so no logs
-            logs: dict[str, Any] = {}
+    with _evaluating(engine, "eval", "test", data, callbacks) as (runner, logs):
+        PassLoop("test", runner, data, callbacks, stop, interruption)()
+        if interruption is not None and interruption.wanted:  # there may be no batch, and so no logs
             engine.state.numbers.passes -= 1  # a resumed `fit` repeats the pass
         else:
-            logs = runner.results()
-        engine.log.passes.append(Pass("eval", runner.tally.steps, runner.tally.rows, perf_counter() - began, waited))
-        callbacks.call("on_test_end", logs)
+            logs |= runner.results()
     return logs
 
 
@@ -203,38 +236,29 @@ def predict(
     """
     model = engine.model
     model.stop_predicting = False
+    placement = engine.state.placement
     pending: deque[Any] = deque()
-    with closing(callbacks, engine):
-        callbacks.call("on_predict_begin")
-        share_random_state(data)
-        runner = StepRunner(engine, "predict", data.device_transform, warm=data.passed)
-        runner.tally.seed = engine.seed_of_pass()
-        engine.eval_mode()
-        began = perf_counter()
 
-        placement = engine.state.placement
+    def collect(outputs: list[Any], rows: list[int]) -> None:
+        pending.extend(zip(outputs if local else gather_rows(outputs, placement), rows, strict=True))
+        while len(pending) > _OUTPUTS_PENDING:
+            fetch_oldest()
 
-        def collect(outputs: list[Any], rows: list[int]) -> None:
-            pending.extend(zip(outputs if local else gather_rows(outputs, placement), rows, strict=True))
-            while len(pending) > _OUTPUTS_PENDING:
-                fetch_oldest()
+    def fetch_oldest() -> None:
+        outputs, rows = pending.popleft()
+        if local and placement.hosts > 1:
+            local_rows = select_shard_rows(placement.local_shards or (), placement.count, rows)
+            receive(fetch_rows(outputs, local_rows.tolist(), "outputs"))
+        else:
+            receive(fetch(outputs, "outputs"))
 
-        def fetch_oldest() -> None:
-            outputs, rows = pending.popleft()
-            if local and placement.hosts > 1:
-                local_rows = select_shard_rows(placement.local_shards or (), placement.count, rows)
-                receive(fetch_rows(outputs, local_rows.tolist(), "outputs"))
-            else:
-                receive(fetch(outputs, "outputs"))
+    def stop(pause: Pause) -> bool:
+        return bool(all_reduce_max(model.stop_predicting))
 
-        def stop(pause: Pause) -> bool:
-            return bool(all_reduce_max(model.stop_predicting))
-
-        waited = PassLoop("predict", runner, data, callbacks, stop, collect=collect)()
+    with _evaluating(engine, "predict", "predict", data, callbacks) as (runner, _):
+        PassLoop("predict", runner, data, callbacks, stop, collect=collect)()
         while pending:
             fetch_oldest()
-        engine.log.passes.append(Pass("predict", runner.tally.steps, runner.tally.rows, perf_counter() - began, waited))
-        callbacks.call("on_predict_end")
 
 
 @contextmanager

@@ -106,15 +106,14 @@ class Validations:
         self._interruption = interruption
         # The epoch's last validation: its logs, and the number of the epoch's batches before it.
         self.last: dict[str, Any] = _NOT_YET
-        self._seconds = 0.0
 
     def is_due_inside(self, batches: int) -> bool:
         """True if a validation is due after a number of the epoch's batches; a group may add several at once."""
         every = self._validation.every
         return every is not None and self.last["batches"] // every < batches // every
 
-    def run(self, batches: int) -> None:
-        """Validate after a number of the epoch's batches."""
+    def run(self, batches: int) -> float:
+        """Validate after a number of the epoch's batches, and return the seconds that this took."""
         began = perf_counter()
         data = self._validation.stream
         random = RNGState.now()
@@ -125,13 +124,7 @@ class Validations:
             random.restore()
         else:
             self.last = {"batches": batches, "logs": {f"val_{name}": value for name, value in logs.items()}}
-        self._seconds += perf_counter() - began
-
-    def take_seconds(self) -> float:
-        """Return the seconds of the validations inside the epoch, and reset them."""
-        seconds = self._seconds
-        self._seconds = 0.0
-        return seconds
+        return perf_counter() - began
 
     def close(self, epoch: int, batches: int) -> dict[str, Any]:
         """Validate if due at the end of the epoch, and return the logs of its last validation; empty without one."""
@@ -139,5 +132,4 @@ class Validations:
             self.run(batches)
         logs = self.last["logs"]
         self.last = _NOT_YET
-        self._seconds = 0.0
         return dict(logs)
