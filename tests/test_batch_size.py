@@ -91,6 +91,9 @@ def test_auto_is_the_default_size_on_a_cpu(cores, capsys):
     assert len(history["loss"]) == 2 and model.steps_taken == 2 * (640 // (32 * cores) + (640 % (32 * cores) > 0))
     with pytest.raises(ArgumentError, match="batch_size must be"):
         fit(model, cores, "large")
+    for method in (model.lr_find, model.batches):
+        with pytest.raises(ArgumentError, match="'global', got 'auto', which only fit and preflight take"):
+            method(X, Y, batch_size="auto", cores=cores)
 
 
 @pytest.mark.slow

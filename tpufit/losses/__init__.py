@@ -3,7 +3,7 @@
 from .averages import NOTHING, Averages, LossWatch, Mean, Weight, weighted_mean
 from .build import AnyLoss, LossArgument, build, require_loss
 from .by_output import LossByOutput, LossWeightsArgument, SharedLoss
-from .class_weight import ClassWeight
+from .class_weight import ClassWeight, make_class_weight
 from .elementwise import log_cosh, percentage_error, squared_log_error
 from .loss import NAMES, Loss
 from .module_loss import ModuleLoss

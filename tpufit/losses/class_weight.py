@@ -86,6 +86,11 @@ class ClassWeight:
         return x, y, weight if sample_weight is None else _multiply(weight, sample_weight)
 
 
+def make_class_weight(weights: Mapping[Any, Any] | str | None, targets: Any = None) -> ClassWeight | None:
+    """Return the table of a `class_weight`; None if there are no weights: None or an empty dict, as in Keras."""
+    return None if weights is None or (isinstance(weights, dict) and not weights) else ClassWeight(weights, targets)
+
+
 def _balance(targets: Any) -> dict[int, float]:
     """Compute the weight of each class, rows / (classes * its rows), as `sklearn.utils.class_weight` defines it."""
     if targets is None or isinstance(targets, (Mapping, tuple)):

@@ -37,7 +37,7 @@ from ..errors import (
     require_whole,
     short_repr,
 )
-from ..losses import ClassWeight, LossByOutput
+from ..losses import ClassWeight, LossByOutput, make_class_weight
 from ..step import Engine
 from ..utils.strict import LENIENT, Strict
 from ..utils.user_code import find_user_line
@@ -89,10 +89,8 @@ class TrainingData:
         Raises:
             ArgumentError: The weights are invalid, or the loss has several outputs.
         """
-        if self.class_weight is None or (isinstance(self.class_weight, dict) and not self.class_weight):
-            return None
-        weights = ClassWeight(self.class_weight, self.data.y)
-        if isinstance(engine.config.loss, LossByOutput):
+        weights = make_class_weight(self.class_weight, self.data.y)
+        if weights is not None and isinstance(engine.config.loss, LossByOutput):
             raise ArgumentError(
                 "class_weight needs a loss of one output, and this loss has several: pass sample_weight in the form "
                 "of y"

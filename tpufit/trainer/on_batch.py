@@ -9,7 +9,7 @@ from ..backend import HOST, Cores, CoresArgument
 from ..data.per_host import Share
 from ..data.to_tensors import as_tensors
 from ..hosts import collective
-from ..losses import ClassWeight
+from ..losses import make_class_weight
 from ..runtime import gather_rows
 from ..step import Engine, StepRunner, keeping_modes
 from . import host_consistency
@@ -31,8 +31,9 @@ def run_on_batch(
     """
     used = max(i for i, part in enumerate(parts) if part is not None or i == 0) + 1
     batch = as_tensors(parts[:used])
-    if class_weight is not None and not (isinstance(class_weight, dict) and not class_weight):
-        batch = ClassWeight(class_weight).weigh(batch, HOST)
+    weights = make_class_weight(class_weight)
+    if weights is not None:
+        batch = weights.weigh(batch, HOST)
     runner = _prepare_runner(engine, role, engine.start(cores, f"{method}(cores={cores!r})"))
     engine.note_user_code(every_batch=True)
     with keeping_modes(*engine.state.modules):
