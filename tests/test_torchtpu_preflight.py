@@ -176,3 +176,19 @@ def test_steps_that_need_a_device_are_refused(run_python, body, said):
     """
     ended = run_python(code, env={"TPU_LIBRARY_PATH": None})
     assert said in ended.stdout, ended.stderr
+
+
+@pytest.mark.slow
+def test_a_large_embedding_compiles_for_a_v7x(run_python):
+    """Without tpufit's flags, libtpu gives the embedding to the SparseCores, and jaxlib can't read the program."""
+    code = """
+    import torch, tpufit
+    from torch import nn
+    model = tpufit.Model(nn.Sequential(nn.Embedding(50257, 768), nn.Linear(768, 8)))
+    model.compile("sgd", "mse")
+    x, y = torch.zeros(64, 1024, dtype=torch.long), torch.zeros(64, 1024, 8)
+    report = model.preflight(x, y, batch_size=8, tpu="v7x-8", verbose=0)
+    print(report.fits, report.step.cost.cycles > 1e5)
+    """
+    ended = run_python(code, env={"TPU_LIBRARY_PATH": None})
+    assert ended.stdout.strip() == "True True", ended.stderr

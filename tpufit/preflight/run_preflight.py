@@ -130,12 +130,13 @@ class PreflightRun:
 
     def compile(self, traced: Mapping[str, Any], folder: Path, tpu: Slice) -> list[CompiledProgram]:
         """Compile some of the programs that `trace` has written to its folder."""
+        starts_with_flags = releases.sets_flags(self.compiler)
         job = {
             "slice": tpu.name,
             "topology": tpu.topology,
             "chips_per_host_bounds": tpu.chips_per_host_bounds,
             "cores": tpu.devices,
-            "flags": f"{FLAGS} {tpu.chip.flags}" if releases.sets_flags(self.compiler) else "",
+            "flags": f"{FLAGS} {tpu.chip.flags}" if starts_with_flags else tpu.chip.flags_of_torchtpu,
             "config": tpu.chip.config,
             "programs": traced,
         }

@@ -24,6 +24,7 @@ class TPU:
         links: The bandwidth of its links to other chips, in bytes a second, all links together.
         price: Its list price, in US dollars an hour; None if none is published.
         flags: The flags with which torch_xla starts only this generation.
+        flags_of_torchtpu: The flags of this generation for a preflight with TorchTPU.
         config: libtpu's name for the mode in which torch_xla starts it, e.g. a v4's two cores as one device.
         side: The side of its matrix units, to which the widths of a product are padded.
         halves: The number of cores in a device; a kernel may run on only one of them.
@@ -40,6 +41,7 @@ class TPU:
     links: float
     price: float | None
     flags: str = ""
+    flags_of_torchtpu: str = ""
     config: str = "default"
     side: int = 128
     halves: int = 1
@@ -127,7 +129,7 @@ _V7X = _tpu(
     links=300e9,
     price=None,
     side=256,
-    flags=_WITHOUT_SPARSE_CORES,
+    flags_of_torchtpu=_WITHOUT_SPARSE_CORES,
     family="tpu7x",
     runtime="torch_tpu",
 )
