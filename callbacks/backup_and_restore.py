@@ -26,21 +26,21 @@ class BackupAndRestore(Callback):
             other files.
 
     Attributes:
-        checkpoints: The writer of the folder.
+        checkpoint_writer: The writer of the folder.
 
     Raises:
         ArgumentError: An unknown frequency, or no folder.
 
     Example:
-        >>> BackupAndRestore("runs/backup", save_freq=100).checkpoints.run.keep_last
+        >>> BackupAndRestore("runs/backup", save_freq=100).checkpoint_writer.run.keep_last
         1
 
     Source: `keras.callbacks.BackupAndRestore`.
     """
 
-    checkpoints: AsyncCheckpointWriter
+    checkpoint_writer: AsyncCheckpointWriter
     reads_weights = False
-    restores = True
+    always_resumes = True
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class BackupAndRestore(Callback):
         self.save_freq = save_freq
         self.double_checkpoint = double_checkpoint
         self.delete_checkpoint = delete_checkpoint
-        self.checkpoints = AsyncCheckpointWriter(CheckpointDirectory(backup_dir, keep_last=1 + double_checkpoint))
+        self.checkpoint_writer = AsyncCheckpointWriter(CheckpointDirectory(backup_dir, keep_last=1 + double_checkpoint))
         self._failed = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Check that the folder is writable."""
         self._failed = False
         self._rule.note_save(monotonic())
-        self.checkpoints.run.open()
+        self.checkpoint_writer.run.open()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Count steps from here."""
@@ -73,12 +73,12 @@ class BackupAndRestore(Callback):
         """Back up, if a backup is due."""
         if self._rule.is_due(self.model.steps_taken, monotonic()):
             self._rule.note_save(monotonic())
-            self.model.save_checkpoint(self.checkpoints)
+            self.model.save_checkpoint(self.checkpoint_writer)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Back up, if a backup is due."""
         if not self._rule.between_batches:
-            self.model.save_checkpoint(self.checkpoints)
+            self.model.save_checkpoint(self.checkpoint_writer)
 
     def on_exception(self, exception: BaseException, logs: Logs | None = None) -> None:
         """Keep the backup: training is incomplete."""
@@ -87,8 +87,8 @@ class BackupAndRestore(Callback):
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Delete the backup, if training is complete."""
         if self.delete_checkpoint and not self._failed and not self.model.out_of_time:
-            self.checkpoints.run.clear()
-        self.checkpoints.run.close()
+            self.checkpoint_writer.run.clear()
+        self.checkpoint_writer.run.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps since the last backup."""

@@ -105,13 +105,13 @@ class Callback:
             False to save that time, if the callback doesn't touch the module, or only uses the model's methods
             (`state_dict`, `save_weights`, ...) and the optimizer.
         measures_time: True measures the host's time of steps and callbacks for `model.report()` (default False).
-        checkpoints: The writer of the callback's run directory, passed to `model.save_checkpoint`. `fit` resumes from
-            the checkpoints there, and writes a last checkpoint before a signal ends it. Default: None.
+        checkpoint_writer: The writer of the callback's run directory, passed to `model.save_checkpoint`. `fit` resumes
+            from the checkpoints there, and writes a last checkpoint before a signal ends it. Default: None.
         only_writes: True for a callback that only writes files or lines and doesn't affect training: on a pod its hooks
             run on process 0 only (default False: on every host).
-        restores: True makes every `fit` resume from the newest of `checkpoints`, as with `resume=True` (default False).
-        loads_first: True calls `load_state_dict` before `on_train_begin` (default False: after it), for a callback that
-            continues something outside this process.
+        always_resumes: True makes every `fit` resume from the newest checkpoint, as with `resume=True` (default False).
+        loads_before_train_begin: True calls `load_state_dict` before `on_train_begin` (default False: after it), for a
+            callback that continues something outside this process.
         save_on_exception: True makes `fit` write a checkpoint after an error between two steps, too (default False).
 
     Example:
@@ -128,10 +128,10 @@ class Callback:
     params: dict[str, Any] = None  # type: ignore[assignment]
     reads_weights: bool = True
     measures_time: bool = False
-    checkpoints: AsyncCheckpointWriter | None = None
+    checkpoint_writer: AsyncCheckpointWriter | None = None
     only_writes: bool = False
-    restores: bool = False
-    loads_first: bool = False
+    always_resumes: bool = False
+    loads_before_train_begin: bool = False
     save_on_exception: bool = False
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -319,7 +319,7 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state: called after `on_train_begin`, and in the middle of an epoch after `on_epoch_begin`.
 
-        With `loads_first` it is called before both.
+        With `loads_before_train_begin` it is called before both.
 
         Args:
             state: The dict that `state_dict` returned; tuples have become lists.

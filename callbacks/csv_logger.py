@@ -43,7 +43,7 @@ class CSVLogger(Callback):
 
     reads_weights = False
     only_writes = True
-    loads_first = True  # the file is opened when an epoch begins, when the rows to keep must be known
+    loads_before_train_begin = True  # the file is opened when an epoch begins, when the rows to keep must be known
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         if not isinstance(separator, str) or len(separator) != 1:

@@ -52,7 +52,7 @@ class ModelCheckpoint(MonitorCallback):
 
     Attributes:
         best: The best value so far, or None.
-        checkpoints: The writer of the run directory, or None for files.
+        checkpoint_writer: The writer of the run directory, or None for files.
 
     Raises:
         ArgumentError: A format other than safetensors, a template with anything but plain names, an unknown mode or
@@ -116,10 +116,10 @@ class ModelCheckpoint(MonitorCallback):
                     f"weights alone go into a file: filepath must end in '.safetensors', got {self.filepath!r}"
                 )
             best = 1 if keep_best is None else keep_best
-            self.checkpoints = AsyncCheckpointWriter(
+            self.checkpoint_writer = AsyncCheckpointWriter(
                 CheckpointDirectory(self._path.run, keep_last, best), max_save_failures
             )
-            self.checkpoints.save_frozen = save_frozen
+            self.checkpoint_writer.save_frozen = save_frozen
         elif not save_frozen:
             raise ArgumentError(
                 f"save_frozen=False goes with a run directory: filepath must have no suffix, got {self.filepath!r}"
@@ -128,15 +128,15 @@ class ModelCheckpoint(MonitorCallback):
     @property
     def save_weights_only(self) -> bool:
         """True if it writes files of weights, False if a run directory."""
-        return self.checkpoints is None
+        return self.checkpoint_writer is None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Ask the metric whether higher is better, and check that the run directory is writable."""
-        if self.save_best_only or self.checkpoints is not None:
+        if self.save_best_only or self.checkpoint_writer is not None:
             self._set_monitor_op()
         self._rule.note_save(monotonic())
-        if self.checkpoints is not None:
-            self.checkpoints.run.open()
+        if self.checkpoint_writer is not None:
+            self.checkpoint_writer.run.open()
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Note the epoch."""
@@ -155,8 +155,8 @@ class ModelCheckpoint(MonitorCallback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Unlock the run directory."""
-        if self.checkpoints is not None:
-            self.checkpoints.run.close()
+        if self.checkpoint_writer is not None:
+            self.checkpoint_writer.run.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far, and the steps since the last checkpoint."""
@@ -187,8 +187,8 @@ class ModelCheckpoint(MonitorCallback):
                     say(f"Epoch {epoch + 1}: {reason}not saved")
                 return
         self._rule.note_save(monotonic())
-        if self.checkpoints is not None:
-            self.model.save_checkpoint(self.checkpoints, self._metric(batch, logs))
+        if self.checkpoint_writer is not None:
+            self.model.save_checkpoint(self.checkpoint_writer, self._metric(batch, logs))
             where = self.filepath
         else:
             where = str(self._path.file_path(epoch + 1, None if batch is None else batch + 1, logs))

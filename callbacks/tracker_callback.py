@@ -48,7 +48,7 @@ class TrackerCallback(Callback):
 
     reads_weights = False
     only_writes = True
-    loads_first = True
+    loads_before_train_begin = True
 
     def __init__(
         self, package: str, config: Mapping[str, Any] | None, update_freq: str | int, log_checkpoints: bool

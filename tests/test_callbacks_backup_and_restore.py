@@ -39,7 +39,7 @@ def train(backup, epochs=3, error=None, out_of_time=False, before=0):
     if error is not None:
         backup.on_exception(error, {})
     backup.on_train_end({})
-    return model.kept, backup.checkpoints.run.steps()
+    return model.kept, backup.checkpoint_writer.run.steps()
 
 
 @pytest.mark.parametrize(

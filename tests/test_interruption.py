@@ -94,7 +94,7 @@ def test_a_pending_checkpoint_survives_an_interrupt(cores, tmp_path):
             raise KeyboardInterrupt
 
     keep = ModelCheckpoint(tmp_path)
-    keep.checkpoints.run.__class__ = Slow
+    keep.checkpoint_writer.run.__class__ = Slow
     with pytest.raises(KeyboardInterrupt):
         fit(keep, LambdaCallback(on_epoch_begin=stop))
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000002"]

@@ -250,7 +250,7 @@ def test_ctrl_c_finishes_the_step_and_the_model_continues(cores, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         model.fit(**fit, callbacks=[RaisesRate(), checkpoint, Count(), StopAt(6, signal.SIGINT)])
     assert len(steps) == 6  # the current step is the last: the delay is one step
-    assert checkpoint.checkpoints.run.steps() == [4, 6]
+    assert checkpoint.checkpoint_writer.run.steps() == [4, 6]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     model.fit(**fit, callbacks=[RaisesRate(), checkpoint], resume=True)
     for name, value in model.state_dict().items():

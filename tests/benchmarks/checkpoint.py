@@ -79,8 +79,8 @@ class Measure(Callback):
     """Measures all rows between two steps, once in each round, and then lets some steps run."""
 
     def __init__(self, keep: ModelCheckpoint, folder: Path, rounds: int) -> None:
-        assert keep.checkpoints is not None
-        self.writer, self.folder, self.left = keep.checkpoints, folder, rounds
+        assert keep.checkpoint_writer is not None
+        self.writer, self.folder, self.left = keep.checkpoint_writer, folder, rounds
         self.seconds: dict[str, list[float]] = {name: [] for name in LABELS}
         self.loads: list[float] = []
         self.steps_meanwhile: list[int] = []
@@ -155,8 +155,8 @@ def measure(widths: tuple[int, ...], rounds: int, folder: Path) -> dict[str, Any
     model = tpufit.Model(net)
     model.compile("adam", "cross_entropy")
     keep = ModelCheckpoint(folder / "run", save_freq=1_000_000, keep_last=1)
-    assert keep.checkpoints is not None
-    keep.checkpoints.run.__class__ = Slow
+    assert keep.checkpoint_writer is not None
+    keep.checkpoint_writer.run.__class__ = Slow
     watch = Measure(keep, folder, rounds + 1)  # the first loads code and files into memory, and doesn't count
     blocked = _timed_saves(watch)
     x = np.random.default_rng(0).normal(size=(64 * BATCH, widths[0])).astype(np.float32)

@@ -123,7 +123,7 @@ def test_fit_resumes_from_a_checkpoint_in_the_same_process(cores, tmp_path):
     checkpoint = ModelCheckpoint(tmp_path)
     with pytest.raises(StateLostError):
         fit(model, cores, 3, callbacks=[checkpoint, Greed()])
-    assert checkpoint.checkpoints.run.steps() == [8, 16]  # nothing of the failed epoch was saved
+    assert checkpoint.checkpoint_writer.run.steps() == [8, 16]  # nothing of the failed epoch was saved
     model.module.greedy = False
     assert fit(model, cores, 3, callbacks=[checkpoint], resume=True) == history
     for name, value in model.state_dict().items():

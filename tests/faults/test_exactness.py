@@ -34,7 +34,7 @@ def test_saves_validation_and_a_slow_disk_change_nothing(tmp_path, run_python):
 
         writing, written, done, counts = [], [], [], []
         keep = ModelCheckpoint("slow", save_freq=4, keep_last=None)
-        keep.checkpoints.run.__class__ = Slow
+        keep.checkpoint_writer.run.__class__ = Slow
         say("reference", run(8))
         say("every", run(8, "every"))
         say("slow", run(8, None, keep, Watch()))

@@ -67,7 +67,7 @@ SLOW = """
             return super().write(checkpoint)
 
     keep = ModelCheckpoint("run", save_freq=1, keep_last=None)
-    keep.checkpoints.run.__class__ = Slow
+    keep.checkpoint_writer.run.__class__ = Slow
     run(1, None, Say(), keep)
     """
 

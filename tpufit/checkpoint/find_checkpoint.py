@@ -27,7 +27,7 @@ def find_checkpoint(resume: bool | str | os.PathLike[str], callbacks: Sequence[o
     asked = resume is not False and resume is not None
     if asked and not isinstance(resume, bool) and resume not in ("best", "next_epoch"):
         return read_checkpoint_at(resume)
-    runs = [writer.run for callback, writer in checkpoint_callbacks(callbacks) if asked or callback.restores]
+    runs = [writer.run for callback, writer in checkpoint_callbacks(callbacks) if asked or callback.always_resumes]
     if asked and not runs:
         cure = "none does. Pass callbacks=[ModelCheckpoint('a_folder')], or the path of a folder as resume"
         raise ArgumentError(f"resume={resume!r} looks for the checkpoints of a callback: {cure}")
@@ -83,7 +83,7 @@ def _require_step(path: str | os.PathLike[str]) -> None:
 
 def checkpoint_callbacks(callbacks: Iterable[Any]) -> list[tuple[Any, AsyncCheckpointWriter]]:
     """Return the callbacks that keep checkpoints, each with its writer."""
-    pairs = [(callback, getattr(callback, "checkpoints", None)) for callback in callbacks]
+    pairs = [(callback, getattr(callback, "checkpoint_writer", None)) for callback in callbacks]
     return [(callback, writer) for callback, writer in pairs if isinstance(writer, AsyncCheckpointWriter)]
 
 

@@ -173,7 +173,7 @@ class CheckpointManager:
             self._objects = UserObjects(self._engine, self._callbacks, streams)
 
     def load_first(self, checkpoint: Checkpoint) -> None:
-        """Load the state of callbacks that need it before they begin (`Callback.loads_first`), before `resume`."""
+        """Load the state of callbacks with `loads_before_train_begin`, before they begin and before `resume`."""
         self._load_callbacks(checkpoint, first=True)
 
     def record(self, progress: Progress, runner: StepRunner | None = None) -> None:
@@ -321,14 +321,14 @@ class CheckpointManager:
     def _load_callbacks(self, checkpoint: Checkpoint, first: bool) -> None:
         """Load each callback with the first state of its class that no earlier callback has loaded.
 
-        `first` selects the callbacks with `loads_first`, else the others.
+        `first` selects the callbacks with `loads_before_train_begin`, else the others.
         """
         pending: list[dict[str, Any]] = list(checkpoint.state["callbacks"])
         for callback in self._callbacks:
             entry = next((state for state in pending if state["class"] == type(callback).__name__), None)
             if entry is not None and hasattr(callback, "load_state_dict"):
                 pending.remove(entry)
-                if getattr(callback, "loads_first", False) == first:
+                if getattr(callback, "loads_before_train_begin", False) == first:
                     state = decode(entry["state"], checkpoint.training)
                     try:
                         callback.load_state_dict(state)

@@ -18,7 +18,7 @@ from ..utils.saved_attributes import ItemsExcept, SavedAttributes
 from ..utils.user_code import is_user_module, warn
 
 # The attributes of `Callback` itself.
-_CALLBACKS = {"model", "params", "checkpoints"}
+_CALLBACKS = {"model", "params", "checkpoint_writer"}
 
 # The modules of tpufit's callbacks, and of their default `state_dict`.
 _TPUFITS_CALLBACKS = "tpufit.callbacks."
