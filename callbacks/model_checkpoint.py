@@ -160,7 +160,7 @@ class ModelCheckpoint(MonitorCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far, and the steps since the last checkpoint."""
-        return {"followed": self._monitor.state_dict(), **self._rule.state_dict()}
+        return {"monitor": self._monitor.state_dict(), **self._rule.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state.
@@ -168,7 +168,7 @@ class ModelCheckpoint(MonitorCallback):
         Args:
             state: The dict that `state_dict` returned.
         """
-        self._monitor.load_state_dict(state["followed"])
+        self._monitor.load_state_dict(state["monitor"])
         # In the middle of an epoch this comes after on_epoch_begin, and the model's step count has been restored since.
         self._rule.load_state_dict(state, self.model.steps_taken)
 

@@ -98,7 +98,7 @@ class ReduceLROnPlateau(MonitorCallback, RateCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far, and the counts of epochs since, as numbers."""
-        return {**self._monitor.state_dict(), "cooling": self.cooldown_counter}
+        return {**self._monitor.state_dict(), "cooldown_counter": self.cooldown_counter}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state.
@@ -107,4 +107,4 @@ class ReduceLROnPlateau(MonitorCallback, RateCallback):
             state: The dict that `state_dict` returned; call it after `on_train_begin`, which forgets everything.
         """
         self._monitor.load_state_dict(state)
-        self.cooldown_counter = state["cooling"]
+        self.cooldown_counter = state["cooldown_counter"]

@@ -172,8 +172,8 @@ def test_history():
 @pytest.mark.parametrize(
     ("make", "state"),
     [
-        (partial(ModelCheckpoint, save_freq=4), {"followed": {"best": 0.5, "wait": 0}, "since": 2}),
-        (partial(BackupAndRestore, save_freq=4), {"since": 2}),
+        (partial(ModelCheckpoint, save_freq=4), {"monitor": {"best": 0.5, "wait": 0}, "steps_since_save": 2}),
+        (partial(BackupAndRestore, save_freq=4), {"steps_since_save": 2}),
     ],
 )
 @pytest.mark.parametrize("in_epoch", [False, True])

@@ -77,7 +77,7 @@ def test_a_checkpoint_round_trip(run):
 
 def test_the_manifest_says_what_is_in_it(run):
     manifest = json.loads((run.write(made(10)) / "manifest.json").read_text())
-    assert manifest["format"] == 1
+    assert manifest["format"] == 2
     assert manifest["tensors"]["model.safetensors"]["a.weight"] == {"dtype": "float32", "shape": [3, 2]}
     assert set(manifest["files"]) == set(FILES) - {"manifest.json"}
     for name, file in manifest["files"].items():
@@ -167,7 +167,7 @@ def test_a_damaged_file_is_found_and_the_previous_checkpoint_read(run, file, how
         (None, "has no manifest.json, so it was never finished"),
         ("{", "manifest.json is damaged: Expecting"),
         ("[]", "it has no format"),
-        ('{"format": 1, "files": {"../../x": {}}}', "it lists the files"),
+        ('{"format": 2, "files": {"../../x": {}}}', "it lists the files"),
     ],
 )
 def test_a_damaged_manifest(run, text, message):
@@ -194,7 +194,7 @@ def test_a_later_format(run):
     path = run.write(made(10))
     manifest = json.loads((path / "manifest.json").read_text()) | {"format": 7, "versions": {"tpufit": "3.1"}}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"has format 7, and this tpufit .* up to 1\. It was written by .* 3\.1"):
+    with pytest.raises(CheckpointError, match=r"has format 7, and this tpufit .* reads format 2\. It .* tpufit 3\.1"):
         run.newest()
     run.write(made(20))  # `resume=False` doesn't read it, and keeps it
     assert run.steps() == [10, 20]
@@ -521,7 +521,7 @@ def foreign(name):
         elif name == "no checksum's manifest":
             manifest = {"name": "a browser extension"}
         elif name == "list of files":
-            manifest = {"format": 1, "files": {"tokenizer.json": {}}}
+            manifest = {"format": 2, "files": {"tokenizer.json": {}}}
         (folder / "manifest.json").write_text(seal(manifest))
 
     return make
@@ -692,8 +692,9 @@ MANIFESTS = {
     "step true": lambda m: m.update(step=True),
     "number of text": lambda m: m.update(number="1"),
     "no number": lambda m: m.pop("number") and None,
-    "format of text": lambda m: m.update(format="1"),
+    "format of text": lambda m: m.update(format="2"),
     "format 0": lambda m: m.update(format=0),
+    "an earlier format": lambda m: m.update(format=1),
     "a later format by this version": lambda m: m.update(format=9),
     "metric of text": lambda m: m.update(metric="0.5"),
     "metric beyond all": lambda m: m["metric"].update(value=10**400),
@@ -770,7 +771,7 @@ STATES = {
     "draws of another size": lambda s: s["draws"].update(torch="00ff"),
     "draws that are no hex": lambda s: s["draws"].update(torch="xyz"),
     "data of a list": lambda s: s.update(data=[]),
-    "place of text": lambda s: s["data"].update(place="48"),
+    "offset of text": lambda s: s["data"].update(offset="48"),
     "no sums": lambda s: s.update(metrics=None),
     "sums of other tensors": lambda s: s["metrics"]["keys"].append([0, "more"]),
     "sums of more batches than there are": lambda s: s["metrics"]["batches"].append([10**12]),

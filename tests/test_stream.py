@@ -68,13 +68,13 @@ def test_every_row_exactly_once(length, batch_size, owners, shuffle, epoch, resu
         second.load_state_dict(first.state_dict(len(taken)) if taken else {"number": epoch})
         after += rows(second.epoch(epoch))
         anywhere = stream(data, local_shards=shards, **how)
-        anywhere.load_state_dict({"number": epoch, "place": position})
+        anywhere.load_state_dict({"number": epoch, "offset": position})
         assert set(rows(anywhere.epoch(epoch))) <= set(whole[position:])
     assert sorted(before + after) == list(range(length))  # over all hosts, each row once
     if set(owners) == {owners[0]}:
         assert before + after == whole
         anywhere = stream(data, **how)
-        anywhere.load_state_dict({"number": epoch, "place": position})
+        anywhere.load_state_dict({"number": epoch, "offset": position})
         assert rows(anywhere.epoch(epoch)) == whole[position:]
 
 
@@ -88,13 +88,13 @@ def test_hosts_share_a_batch(count, length, data):
 def test_resuming_doesnt_read_earlier_rows():
     data = Numbers(1_000)
     resumed = stream(data, batch_size=10, shuffle=True, seed=1)
-    resumed.load_state_dict({"batches": 99, "number": 4, "place": 990})
+    resumed.load_state_dict({"batches": 99, "number": 4, "offset": 990})
     assert rows(resumed.epoch(4)) == data.read == permute_rows(1_000, 1, 4)[990:].tolist()
 
 
 def test_the_order_of_millions_of_rows_is_quick_to_find():
     resumed = stream(np.arange(3_000_000), batch_size=100, shuffle=True, seed=1)
-    resumed.load_state_dict({"batches": 29_999, "number": 0, "place": 2_999_900})
+    resumed.load_state_dict({"batches": 29_999, "number": 0, "offset": 2_999_900})
     assert rows(resumed.epoch(0)) == permute_rows(3_000_000, 1, 0)[-100:].tolist()
 
 

@@ -71,9 +71,9 @@ class SaveRule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps since the last save."""
-        return {"since": self._since}
+        return {"steps_since_save": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any], steps: int) -> None:
         """Restore the dict that `state_dict` returned, given the model's steps so far."""
-        self._since = state["since"]
+        self._since = state["steps_since_save"]
         self._steps = steps

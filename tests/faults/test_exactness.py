@@ -134,7 +134,7 @@ LEFT_OUT = {
     "seed of the steps": {"state": lambda s: s["model"].update(seed=0)},
     "number of the step": {"state": lambda s: s["model"].update(step=0)},
     "random numbers of the host": {"state": no_draws},
-    "place in the data": {"state": lambda s: (s["data"].update(place=0, batches=0), s["progress"].update(batches=0))},
+    "offset in the data": {"state": lambda s: (s["data"].update(offset=0, batches=0), s["progress"].update(batches=0))},
     "order of the data": {"state": lambda s: s["data"].update(number=0)},
     "step of the optimizer": {"tensors": zero("optimizer/step/")},
     "moments of the optimizer": {"tensors": zero("optimizer/exp_avg/")},

@@ -47,7 +47,7 @@ from .store import MANIFEST, Store, checksum, find_moved_aside, is_step, open_st
 from .weight_files import OTHERS, NotFiniteError, are_on_host, fetch_checked, read_weights, sort_by_width, untie
 from .weight_files import write as write_file
 
-FORMAT = 1
+FORMAT = 2  # increased when a name in the files changes
 _STATE = "state.json"
 _WEIGHTS = "model.safetensors"
 _TRAINING = "training.safetensors"
@@ -280,7 +280,7 @@ def read_manifest(folder: Path | Url) -> dict[str, Any]:
     # If this very version wrote it, the format number must be corrupt: this version has no such format.
     if known > FORMAT and isinstance(made_by, str) and made_by != version("tpufit"):
         raise CheckpointError(
-            f"{folder} has format {known}, and this tpufit ({version('tpufit')}) knows formats up to {FORMAT}. It was "
+            f"{folder} has format {known}, and this tpufit ({version('tpufit')}) reads format {FORMAT}. It was "
             f"written by tpufit {made_by[:100]}: install that version or a later one"
         )
     wrong = _find_fault(manifest)

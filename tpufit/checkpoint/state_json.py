@@ -139,8 +139,8 @@ _FORM: dict[str, _Form] = {
     "metrics": _or_none(
         {
             "keys": [_is_pair],
-            "means": [str],
-            "updated": {str: fits_int64},
+            "returned": [str],
+            "slots": {str: fits_int64},
             "rows": fits_int64,
             "batches": [[fits_int64]],
             "metrics": [{"name": str}],

@@ -30,23 +30,22 @@ class Position:
     own: dict[str, Any] | None = None  # the data's `state_dict`, if they have one
     begun: RNGState | None = None  # the random state when the pass began, if recorded
     draws: RNGState | None = None  # the random state at this position, if recorded
-    kept_begun: dict[str, Any] | None = (
-        None  # the state of the data's objects when the pass began, see `SavedAttributes`
-    )
-    kept: dict[str, Any] | None = None  # the state of the data's objects at this position
+    # The state of the data's objects, see `SavedAttributes`: when the pass began, and at this position.
+    objects_at_begin: dict[str, Any] | None = None
+    objects: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values for JSON."""
         states = {"begun": self.begun, "draws": self.draws}
-        plain = vars(self) | {name: state and state.state_dict() for name, state in states.items()}
-        return plain | {"place": plain.pop("offset")}  # its name in checkpoints
+        return vars(self) | {name: state and state.state_dict() for name, state in states.items()}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Position:
         """Make a position from the plain values that `state_dict` returned."""
-        known = {name: state[name] for name in ("batches", "number", "own", "kept_begun", "kept") if name in state}
+        plain = ("batches", "number", "offset", "own", "objects_at_begin", "objects")
+        known = {name: state[name] for name in plain if name in state}
         random: dict[str, Any] = {name: RNGState.of(state[name]) for name in ("begun", "draws") if state.get(name)}
-        return cls(**known, offset=state.get("place", 0), **random)
+        return cls(**known, **random)
 
 
 def start_of_next_pass(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def start_of_next_pass(state: Mapping[str, Any]) -> dict[str, Any]:
     The next pass has its own order.
     """
     position = Position.of(state)
-    return Position(number=position.number + 1, begun=position.draws, kept_begun=position.kept).state_dict()
+    return Position(number=position.number + 1, begun=position.draws, objects_at_begin=position.objects).state_dict()
 
 
 class PositionLog:
@@ -67,7 +66,7 @@ class PositionLog:
         self.attributes: SavedAttributes | None = None  # the state of the data's objects, if it is recorded
         self._source = source
         self._draws_at_begin: RNGState | None = None  # the random state when the pass began
-        self._kept_begun: dict[str, Any] | None = None
+        self._objects_at_begin: dict[str, Any] | None = None
         self._positions: deque[Position] = deque([Position()], maxlen=_KEPT)  # of this epoch
 
     @property
@@ -96,15 +95,15 @@ class PositionLog:
         source = self._source
         if begin.begun is not None:
             begin.begun.restore(source.generators)  # the skipped batches are drawn again, such as a loader's order
-        self.restore_objects(begin.kept_begun)
+        self.restore_objects(begin.objects_at_begin)
         source.set_epoch(begin.number)
         self._draws_at_begin = RNGState.now(source.generators) if keeps_draws and source.runs_users_code else None
-        self._kept_begun = self.current_state()
+        self._objects_at_begin = self.current_state()
         if begin is self.last:  # nothing has been read yet, and batches read ahead may never be used
             draws = begin.draws or self._draws_at_begin
-            kept = begin.kept or self._kept_begun
+            objects = begin.objects or self._objects_at_begin
             self._positions[-1] = replace(
-                begin, begun=self._draws_at_begin, draws=draws, kept_begun=self._kept_begun, kept=kept
+                begin, begun=self._draws_at_begin, draws=draws, objects_at_begin=self._objects_at_begin, objects=objects
             )
         return map(
             partial(self._record, begin.number),
@@ -124,13 +123,15 @@ class PositionLog:
         """Restore the state at a position, after the batches before it are skipped, or if no more are read."""
         if begin.draws is not None:
             begin.draws.restore(self._source.generators)
-        self.restore_objects(begin.kept)
+        self.restore_objects(begin.objects)
 
     def _record(self, number: int, located: tuple[int, Any]) -> Any:
         offset, batch = located
         draws = None if self._draws_at_begin is None else RNGState.now(self._source.generators)
         own = self._source.state_dict()
         last = self.last.batches + 1
-        kept = self.current_state()
-        self._positions.append(Position(last, number, offset, own, self._draws_at_begin, draws, self._kept_begun, kept))
+        objects = self.current_state()
+        self._positions.append(
+            Position(last, number, offset, own, self._draws_at_begin, draws, self._objects_at_begin, objects)
+        )
         return map_batch(as_tensors, batch)

@@ -352,7 +352,7 @@ class Stream:
             own = self._source.state_dict()
             if not self._continues:
                 generators = [state_to_hex(generator.get_state()) for generator in self.generators]
-                return {"own": own, "generators": generators, "kept": self._log.current_state()}
+                return {"own": own, "generators": generators, "objects": self._log.current_state()}
             position = replace(self._log.last, batches=0, own=own)
         if position is None:
             raise ArgumentError(f"{self._name} was not read up to batch {batches} in this epoch")
@@ -384,7 +384,7 @@ class Stream:
         if "number" in state:
             self._log.resumed = position
         else:  # between two passes
-            self._log.restore_objects(position.kept)
+            self._log.restore_objects(position.objects)
             for generator, given in zip(self.generators, state.get("generators", []), strict=False):
                 generator.set_state(state_from_hex(given))
         self._unfinished = None

@@ -39,7 +39,7 @@ class _CollateWithState:
         worker = get_worker_info()
         assert worker is not None
         return WorkerBatch(
-            batch, worker.id, {"draws": RNGState.now().state_dict(), "kept": _WORKER.attributes.state_dict()}
+            batch, worker.id, {"draws": RNGState.now().state_dict(), "objects": _WORKER.attributes.state_dict()}
         )
 
 
@@ -59,7 +59,7 @@ class _InitWithState:
         _WORKER.attributes = SavedAttributes({"dataset": worker.dataset, "collate_fn": self.collate})
         given = self.states.get(str(number))
         if given is not None:
-            _WORKER.attributes.load_state_dict(given["kept"])
+            _WORKER.attributes.load_state_dict(given["objects"])
             RNGState.of(given["draws"]).restore()
 
 
@@ -119,10 +119,10 @@ class WorkerStates:
         """Return the states to resume from; None between passes if each pass starts new workers."""
         if self._inside or self._persistent:
             states = self._round if self._inside else dict(self._last)
-            return {"workers": states, "count": self.count, "later": self._passed}
+            return {"workers": states, "count": self.count, "passed": self._passed}
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume from states that `state_dict` returned for as many workers."""
         self._last = dict(state["workers"])
-        self._passed = state["later"]
+        self._passed = state["passed"]

@@ -164,7 +164,7 @@ class PassMetrics(SumTable):
             weight = weight.detach().float()
             scalar = scalar.masked_fill(weight == 0, 0)  # a mean over a weight of 0 is NaN
         total = (name, f"{'sum' if isinstance(weight, str) else 'total'}{part}")
-        rounding_error = (name, f"lost{part}")  # checkpoints have this name
+        rounding_error = (name, f"rounding_error{part}")
         sums = self.get(total, _ZERO), self.get(rounding_error, _ZERO)
         sums = _add(sums, scalar if isinstance(weight, str) else scalar * weight)
         self.set(total, sums[0])
@@ -286,8 +286,8 @@ class PassMetrics(SumTable):
             tensors |= {f"batch/{slot}/{i}/{j}": t for i, batch in enumerate(batches) for j, t in enumerate(batch)}
         state = {
             "keys": [list(key) for key in self._index],
-            "means": self._returned,
-            "updated": self._slots,
+            "returned": self._returned,
+            "slots": self._slots,
             "rows": self.rows,
             "batches": [[len(batch) for batch in batches] for batches in self._batches],
             "metrics": [metric.state_dict() for metric in self._metrics],
@@ -307,9 +307,9 @@ class PassMetrics(SumTable):
         for metric, saved in zip(self._metrics, state["metrics"], strict=True):
             metric.load_state_dict(saved)
         self._index = {(owner, name): i for i, (owner, name) in enumerate(state["keys"])}
-        self._returned = list(state["means"])
+        self._returned = list(state["returned"])
         self.rows = state["rows"]
-        self._slots = dict(state["updated"])
+        self._slots = dict(state["slots"])
         self._defaults = [tensors[f"default/{i}"] for i in range(len(self._index))]
         sums = [tensors[f"sum/{i}"] for i in range(len(self._index))]
         self.tensors = to_device(sums, self.placement)
