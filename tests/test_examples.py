@@ -84,7 +84,7 @@ def test_a_gpt_learns_from_a_file_and_from_packed_sentences(run_python):
 @pytest.mark.soak
 def test_a_gpt_in_parts(run_python):
     output = run(run_python, "examples/large_gpt.py")
-    assert "| 18 of 52 parameters split, 1.263 MiB of 9.548 MiB state a core" in output
+    assert "| 18 of 52 parameters split, 1.263 MiB of 9.548 MiB state per core" in output
     assert "saved 834,304 parameters, read back on the host: the same" in output
 
 

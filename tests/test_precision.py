@@ -14,7 +14,7 @@ from tpufit.callbacks import OneCycle
 from tpufit.errors import BatchError, UnknownNameError
 from tpufit.optimizers import device_state
 from tpufit.step import precision
-from tpufit.utils.text import size
+from tpufit.utils.text import format_bytes
 
 pytestmark = pytest.mark.cores(1, 8, timeout=300)
 
@@ -73,7 +73,7 @@ def test_formats_of_inputs_weights_and_loss(cores, name):
     shapes = {line.split()[0]: line.split()[2] for line in lines[0].splitlines()[1:] if line.startswith(" ")}
     assert shapes["last"].startswith("16x")  # the whole batch of the first step
     kept = device_state(model.optimizer)  # with the step counter that the weights share, and its spare
-    gradients, state = (size(sum(t.nbytes for t in tensors)) for tensors in (net.parameters(), kept))
+    gradients, state = (format_bytes(sum(t.nbytes for t in tensors)) for tensors in (net.parameters(), kept))
     assert f"{gradients} gradients + {state} optimizer" in lines[0]
 
 

@@ -191,7 +191,7 @@ def test_another_layout_from_one_fit_to_the_next(cores):
 def test_split_parameters_are_reported(cores, capsys):
     _, model, _ = fitted(cores, "fsdp", fitting={"verbose": 2, "epochs": 1})
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.endswith("| fp32 | 3 of 7 parameters split, 157.6 KiB of 1.138 MiB state a core")
+    assert first.endswith("| fp32 | 3 of 7 parameters split, 157.6 KiB of 1.138 MiB state per core")
     model.summary()
     shown = capsys.readouterr().out
     assert "weight split along 0" in shown and "matrix split along 0" in shown and "weight split along 1" in shown

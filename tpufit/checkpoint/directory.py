@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import CheckpointBusyError, CheckpointDamagedError, CheckpointError, CheckpointNotWrittenError
 from ..hosts import is_first
 from ..utils.files import DISK_FULL, LockedError
-from ..utils.text import size
+from ..utils.text import format_bytes
 from ..utils.urls import Url
 from ..utils.user_code import warn
 from .format import Checkpoint, read, read_manifest, write
@@ -195,4 +195,5 @@ class CheckpointDirectory:
         need = sum(t.nbytes for t in (*checkpoint.weights.values(), *checkpoint.training.values()))
         need += len(json.dumps(checkpoint.state))
         free = self._store.free()
-        return f"no room in {self.path} (need {size(need)}, free {'unknown' if free is None else size(free)})"
+        available = "unknown" if free is None else format_bytes(free)
+        return f"no room in {self.path} (need {format_bytes(need)}, free {available})"

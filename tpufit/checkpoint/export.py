@@ -20,7 +20,7 @@ from ..step.module_call import make_arguments
 from ..step.precision import cast_inputs
 from ..utils.copy_module import copy_module
 from ..utils.files import replacing
-from ..utils.text import size
+from ..utils.text import format_bytes
 
 # The largest protocol buffer message, less room for the program.
 _ONNX_LIMIT = 2_000_000_000
@@ -77,7 +77,7 @@ def _require_onnx(module: nn.Module) -> None:
     weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     if weights >= _ONNX_LIMIT:
         raise ArgumentError(
-            f"an .onnx file can't be larger than 2 GB, but the weights take {size(weights)}: export a .pt2 file"
+            f"an .onnx file can't be larger than 2 GB, but the weights take {format_bytes(weights)}: export a .pt2 file"
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..errors import VersionError, say_count
 from ..utils import releases
 from ..utils.hardware import describe, retired_variables
-from ..utils.text import size
+from ..utils.text import format_bytes
 from .facts import Facts
 from .trial import ALL, Trial
 
@@ -204,7 +204,7 @@ def check_memory(facts: Facts) -> Iterator[Row]:
     least = facts.memory[limit]
     cure = "importing torch and compiling take about 2 GiB, and data more: raise the limit, or use a machine with more"
     status = {"error" if least < _LITTLE_MEMORY // 2 else "warning": cure} if least < _LITTLE_MEMORY else {}
-    yield _make_row("host memory", f"{size(least)} by {limit}", **status)
+    yield _make_row("host memory", f"{format_bytes(least)} by {limit}", **status)
 
 
 def check_cpus(facts: Facts) -> Iterator[Row]:
@@ -218,7 +218,7 @@ def check_disk(facts: Facts) -> Iterator[Row]:
     """Check the free disk space."""
     cure = "too little for caches and checkpoints: make room, or put them elsewhere"
     yield _make_row(
-        "free disk", f"{size(facts.disk)} in this folder", warning=cure if facts.disk < _LITTLE_DISK else ""
+        "free disk", f"{format_bytes(facts.disk)} in this folder", warning=cure if facts.disk < _LITTLE_DISK else ""
     )
 
 
@@ -237,7 +237,7 @@ def check_trials(facts: Facts) -> Iterator[Row]:
         cure = slow if facts.chips and best < _SLOW_LINK else ""
         yield _make_row("host to device and back", f"{best / 1e9:.2g} GB/s", warning=cure)
     if sizes := [trial.memory for trial in facts.trials if trial.memory]:
-        yield _make_row("device memory", size(min(sizes)))
+        yield _make_row("device memory", format_bytes(min(sizes)))
 
 
 def _explain_failure(trial: Trial) -> str:

@@ -9,7 +9,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from ..errors import say_count
-from ..utils.text import dtype_name, render, size
+from ..utils.text import dtype_name, format_bytes, render
 
 _WIDTH = 120  # columns
 _NOTHING: Mapping[int, int | None] = {}
@@ -72,11 +72,12 @@ def memory(
     gradients = [p for p in module.parameters() if p.requires_grad]
     rest = list(state)
     sizes = [bytes_per_core(tensors) for tensors in (weights, gradients, rest)]
-    optimizer = f"{size(sizes[2])} optimizer" if rest else "? optimizer (known after a step)"
-    return (
-        f"memory per core: {size(sum(sizes))} = {size(sizes[0])} weights + {size(sizes[1])} gradients + {optimizer}; "
-        "activations apart"
-    )
+    parts = [
+        f"{format_bytes(sizes[0])} weights",
+        f"{format_bytes(sizes[1])} gradients",
+        f"{format_bytes(sizes[2])} optimizer" if rest else "? optimizer (known after a step)",
+    ]
+    return f"memory per core: {format_bytes(sum(sizes))} = {' + '.join(parts)}; activations apart"
 
 
 @contextmanager
@@ -129,4 +130,4 @@ def _count(tensors: Iterable[Tensor]) -> int:
 
 
 def _size(tensors: Iterable[Tensor]) -> str:
-    return size(_count_bytes(tensors))
+    return format_bytes(_count_bytes(tensors))

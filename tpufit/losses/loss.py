@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ..data.batches import describe_value, list_tensors
 from ..errors import ArgumentError, BatchError, UnknownNameError
-from ..utils.text import answer, match_known_name
+from ..utils.text import find_answer, match_known_name
 from .averages import NOTHING, Averages, LossWatch, Mean, sum_label_weights, weighted_mean
 from .elementwise import log_cosh, percentage_error, squared_log_error, with_reduction
 from .keras_names import NEAREST
@@ -84,7 +84,7 @@ class Loss:
         if isinstance(loss, str):
             loss = match_known_name(loss, NAMES)
             if loss not in NAMES:
-                raise UnknownNameError("loss", loss, NAMES, answer(loss, NEAREST))
+                raise UnknownNameError("loss", loss, NAMES, find_answer(loss, NEAREST))
         elif isinstance(loss, type) or not callable(loss):
             raise ArgumentError(
                 "loss must be a name, a loss module (an instance, not the class) or a function of (prediction, "

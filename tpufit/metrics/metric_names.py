@@ -14,7 +14,7 @@ from torchmetrics import classification
 from ..errors import ArgumentError, UnknownNameError
 from ..losses import log_cosh, percentage_error, squared_log_error
 from ..runtime import COUNTS
-from ..utils.text import answer, match_known_name
+from ..utils.text import find_answer, match_known_name
 from .extra_metrics import (
     ConfusionMatrix,
     MeanIoU,
@@ -115,7 +115,7 @@ class MetricName:
         if name not in _ROWS:
             short = [row.alias or full for full, row in TABLE.items()]  # all names would be too long
             near = difflib.get_close_matches(name.lower(), NAMES, n=2)
-            raise UnknownNameError("metric", name, {*short, *near}, answer(name, NEAREST))
+            raise UnknownNameError("metric", name, {*short, *near}, find_answer(name, NEAREST))
         self.row = _ROWS[name]
         self.name = name
         self._weighted = weighted

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import ArgumentError, UnknownNameError, say_count
 from ..runtime import keeps_count
-from ..utils.text import answer
+from ..utils.text import find_answer
 from .keras_names import NEAREST
 from .learning_rates import list_rates, require_rates, set_rate
 from .parameter_groups import GroupConfig
@@ -60,7 +60,7 @@ def build(
     """
     if isinstance(optimizer, str):
         if optimizer.lower() not in NAMES:
-            raise UnknownNameError("optimizer", optimizer, NAMES, answer(optimizer, NEAREST))
+            raise UnknownNameError("optimizer", optimizer, NAMES, find_answer(optimizer, NEAREST))
         if optimizer.lower() == "muon":
             _require_matrices(module)
         optimizer = cast("Callable[[Iterable[nn.Parameter]], Optimizer]", NAMES[optimizer.lower()])

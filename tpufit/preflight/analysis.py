@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import join_few, say_count
 from ..utils.out_of_memory import list_remedies, parse_shortage
-from ..utils.text import parse_bytes, size
+from ..utils.text import format_bytes, parse_bytes
 from .hlo import COLLECTIVES, Array, Operation, find_products, parse_arguments, parse_operations, parse_scopes
 from .loop_counts import Loops
 from .tpu_slices import Slice
@@ -253,7 +253,7 @@ def explain_too_large(error: str, tpu: Slice, state: int, traced: Mapping[str, A
     single = _ONE_TOO_LARGE.search(error)
     most = [f"{single[1]} alone"] if single else []
     most += [
-        f"{len(places[array])} x {array} of {join_few(sorted(set(places[array])))} ({size(nbytes)})"
+        f"{len(places[array])} x {array} of {join_few(sorted(set(places[array])))} ({format_bytes(nbytes)})"
         for array, nbytes in groups.most_common(3)
     ]
     rows = -(-traced["rows"] // traced["steps"] // tpu.devices)
@@ -273,9 +273,8 @@ def explain_too_large(error: str, tpu: Slice, state: int, traced: Mapping[str, A
         cure = ""
     cure += f"Try {', or '.join(cures or ['a TPU with more memory a core'])}"
     largest = f"The largest: {', '.join(most)}. " if most else ""
-    return (
-        f"it needs {size(needed)} of a core's {size(available)}, {size(needed - available)} too much. {largest}{cure}"
-    )
+    excess = format_bytes(needed - available)
+    return f"it needs {format_bytes(needed)} of a core's {format_bytes(available)}, {excess} too much. {largest}{cure}"
 
 
 def _parse_memory(error: str) -> tuple[int, int] | None:
@@ -375,9 +374,9 @@ def _warn_of_gathers(collectives: Sequence[Collective]) -> dict[str, str]:
         return {}
     total = sum(one.nbytes for one in gathers)
     count = sum(one.count for one in gathers)
-    most = "; ".join(f"{one.where} ({one.kind}, {size(one.nbytes)})" for one in gathers[:3])
+    most = "; ".join(f"{one.where} ({one.kind}, {format_bytes(one.nbytes)})" for one in gathers[:3])
     times = say_count(count, "time")
-    message = f"rows travel between cores, {times} and {size(total)} a step, where sums would do: {most}"
+    message = f"rows travel between cores, {times} and {format_bytes(total)} a step, where sums would do: {most}"
     return {"gathers": f"{message}. Reduce over the rows of each core first"}
 
 
@@ -425,7 +424,7 @@ def _warn_of_padding(
     largest = sorted(dict.fromkeys(waste for waste in (*named, *made) if waste[0] >= _WASTED), reverse=True)
     if not largest:
         return {}
-    most = ", ".join(f"{name} ({size(waste)})" for waste, name in largest[:3])
+    most = ", ".join(f"{name} ({format_bytes(waste)})" for waste, name in largest[:3])
     message = (
         f"arrays are padded to whole tiles of (8, 128): {most} are unused. Choose widths that are multiples of 128"
     )

@@ -17,7 +17,7 @@ from rich.text import Text
 from ..diagnostics.plots import new_axes
 from ..diagnostics.report import group_attention_forms
 from ..errors import say_count
-from ..utils.text import render, size
+from ..utils.text import format_bytes, render
 from .analysis import CompiledProgram
 from .tpu_slices import Slice
 
@@ -221,7 +221,7 @@ class PreflightReport:
         head = f"{self.tpu.name}: {cores}, {self._work.rows:.0f} rows a step, {self.precision}{remat}\n"
         share = step.memory.total / chip.memory
         verdict = "fits" if self.fits else "does NOT fit"
-        memory = f": {size(step.memory.total)} of {size(chip.memory)} a core ({share:.0%})\n"
+        memory = f": {format_bytes(step.memory.total)} of {format_bytes(chip.memory)} a core ({share:.0%})\n"
         text = Text(head, style="bold") + Text(verdict, style="green" if self.fits else "bold red") + Text(memory)
         if step.cost.cycles:
             text += Text(
@@ -245,7 +245,7 @@ class PreflightReport:
         table.columns[1].justify = "right"
         for name, nbytes in self.step.memory.parts.items():
             if nbytes:
-                table.add_row(name, size(nbytes))
+                table.add_row(name, format_bytes(nbytes))
         return table
 
     def _layers(self) -> Table:
@@ -273,7 +273,7 @@ class PreflightReport:
                 sums[one.kind + one.content_phrase] += one.count
             between = ", ".join(f"{count} {kind}" for kind, count in sums.items())
             cycles = f"{program.cost.cycles:,}" if program.cost.cycles else "?"
-            memory = size(program.memory.total)
+            memory = format_bytes(program.memory.total)
             row = (program.role, str(program.rows), f"{program.seconds:.1f} s", memory, cycles, between, program.cause)
             table.add_row(*row)
         return table
@@ -352,7 +352,7 @@ class Comparison:
         )
         table = Table(*columns, box=None, header_style="bold")
         for report in self.reports:
-            used = f"{size(report.step.memory.total)} of {size(report.tpu.chip.memory)}"
+            used = f"{format_bytes(report.step.memory.total)} of {format_bytes(report.tpu.chip.memory)}"
             times = ("?", "?", "?", "?")
             if report.step.cost.cycles:
                 each = price(report)

@@ -6,7 +6,7 @@ from .. import errors
 from ..backend.step_memory import StepMemory
 from ..errors import TpufitError, say_count
 from ..utils.out_of_memory import list_remedies, parse_shortage
-from ..utils.text import parse_bytes, size
+from ..utils.text import format_bytes, parse_bytes
 from .devices import get_settled_cores
 from .driver import driver
 
@@ -128,8 +128,8 @@ def _explain_full_memory(text: str, memory: StepMemory | None) -> str:
     rows_per_core = -(-memory.rows // memory.cores)
     if memory.role == "train":
         have = (
-            f"weights {size(memory.weights)}, optimizer {size(memory.optimizer)}, gradients "
-            f"{size(memory.learns)}, batch {size(memory.batch)}; the rest are activations"
+            f"weights {format_bytes(memory.weights)}, optimizer {format_bytes(memory.optimizer)}, gradients "
+            f"{format_bytes(memory.learns)}, batch {format_bytes(memory.batch)}; the rest are activations"
         )
         state = memory.weights + memory.optimizer + memory.learns
         room = parse_bytes(found.available) if found.available else _USUAL_MEMORY
@@ -137,14 +137,15 @@ def _explain_full_memory(text: str, memory: StepMemory | None) -> str:
         cures += ["compile(precision='bf16')"] if memory.precision == "fp32" else []
         cures += ["an optimizer with less state"] if memory.optimizer > memory.weights else []
     else:
-        have = f"weights {size(memory.weights)}, batch {size(memory.batch)}; the rest are activations and outputs"
+        have = f"weights {format_bytes(memory.weights)}, batch {format_bytes(memory.batch)}"
+        have += "; the rest are activations and outputs"
         cures = [f"a smaller batch_size, such as {max(1, rows_per_core // 2)}"]
     step = f"a {memory.role} step of {say_count(rows_per_core, 'row')} a core"
     return f"the device has no room for {step}{need}. On each core are {have}. Try {', or '.join(cures)}"
 
 
 def _make_legible(nbytes: str) -> str:
-    return size(int(nbytes)) if nbytes.isdecimal() else nbytes
+    return format_bytes(int(nbytes)) if nbytes.isdecimal() else nbytes
 
 
 def add_runtime_text(sentence: str, text: str) -> str:

@@ -15,7 +15,7 @@ from ..data import Stream
 from ..errors import say_count
 from ..hosts import is_first
 from ..step import Engine, FitOptions
-from ..utils.text import size
+from ..utils.text import format_bytes
 from . import host_consistency, loop
 from .auto_batch_size import ByCompiler, choose, require_rows
 from .fit_arguments import AUTO, Schedule, TrainingData, ValidationData
@@ -151,6 +151,6 @@ def _describe_split(engine: Engine) -> str:
         return ""
     parameters = list(engine.model.module.parameters())
     split = sum(id(parameter) in state.shardings for parameter in parameters)
-    per_core = engine.state.bytes_per_core(state.tensors)
-    whole = sum(tensor.nbytes for tensor in state.tensors)
-    return f"{split} of {say_count(len(parameters), 'parameter')} split, {size(per_core)} of {size(whole)} state a core"
+    per_core = format_bytes(engine.state.bytes_per_core(state.tensors))
+    whole = format_bytes(sum(tensor.nbytes for tensor in state.tensors))
+    return f"{split} of {say_count(len(parameters), 'parameter')} split, {per_core} of {whole} state per core"

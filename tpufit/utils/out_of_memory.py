@@ -6,7 +6,7 @@ Imports no torch, since the preflight uses it.
 import re
 from dataclasses import dataclass
 
-from .text import size
+from .text import format_bytes
 
 _PATTERNS = (
     re.compile(r"Used (?P<needed>[\d.]+[KMGT]?) of (?P<available>[\d.]+[KMGT]?) hbm"),
@@ -60,8 +60,8 @@ compile(accumulate_steps=2)']
     """
     advice = []
     if not split and cores > 1 and state * _WORTH >= needed:
-        least = size(state / cores)
-        advice.append(f"compile(shard='fsdp'), with {least} instead of {size(state)} of state on a core")
+        least = format_bytes(state / cores)
+        advice.append(f"compile(shard='fsdp'), with {least} instead of {format_bytes(state)} of state on a core")
     if not remat and (needed - state) * _WORTH >= needed:
         advice.append(
             "compile(remat=True), which keeps less of the activations (preflight(remat='auto') finds out whether a "

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console, RenderableType
 
 
-def size(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """Format a number of bytes.
 
     Example:
-        >>> size(0), size(1023), size(1536), size(3 << 30)
+        >>> format_bytes(0), format_bytes(1023), format_bytes(1536), format_bytes(3 << 30)
         ('0 B', '1023 B', '1.5 KiB', '3 GiB')
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -65,11 +65,11 @@ def match_known_name(name: str, known: Iterable[str]) -> str:
     )
 
 
-def answer(name: str, answers: Mapping[str, str]) -> str:
+def find_answer(name: str, answers: Mapping[str, str]) -> str:
     """Return the sentence for a name, in snake case or as a class name; "" if there is none.
 
     Example:
-        >>> answer("BinaryIoU", {"binary_io_u": "Use 'mean_iou'."})
+        >>> find_answer("BinaryIoU", {"binary_io_u": "Use 'mean_iou'."})
         "Use 'mean_iou'."
     """
     return {_normalize(known): sentence for known, sentence in answers.items()}.get(_normalize(name), "")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import OutOfMemoryError
 from ..runtime import device_memory, live_tensors, memory_used
-from ..utils.text import size
+from ..utils.text import format_bytes
 from . import nets
 from .check import Figure, Setting
 
@@ -71,7 +71,7 @@ def check_too_large(setting: Setting) -> Iterator[Figure]:
         model.fit(x, x[:, :1], rows, epochs=1, verbose=0)
     except OutOfMemoryError as error:
         message = str(error).splitlines()[0]
-    yield Figure(f"OutOfMemoryError, hidden layer of {size(4 * rows * _WIDE)}", int(bool(message)), at_least=1)
+    yield Figure(f"OutOfMemoryError, hidden layer of {format_bytes(4 * rows * _WIDE)}", int(bool(message)), at_least=1)
     if message:
         yield Figure("message", message)
     first, *_, last = nets.losses_on_device(nets.conv(), setting.cores)
