@@ -8,14 +8,14 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import tpufit
 from tpufit.errors import ArgumentError, OutOfMemoryError
-from tpufit.preflight.tpu_slices import slice_with
+from tpufit.preflight.tpu_slices import find_slice_of_chips
 from tpufit.trainer.auto_batch_size import find_largest
 from tpufit.utils import hardware, releases
 from tpufit.utils.hardware import CHIPS, GENERATIONS
 
 X = np.random.default_rng(0).normal(size=(640, 4)).astype("float32")
 Y = X[:, :3].copy()
-OF_2_8 = releases.parse_release(releases.version("torch_xla")) == "2.8"
+OF_2_8 = releases.parse_release(releases.find_version("torch_xla")) == "2.8"
 
 
 class Limited(nn.Module):
@@ -121,19 +121,19 @@ def test_auto_tries_sizes_without_a_compiler(cores, further, memory_is_known, ca
 
 
 def test_the_slice_of_a_hosts_chips():
-    assert slice_with([GENERATIONS["v5e"]] * 4, 8, 1).name == "v5e-8"  # of two hosts
-    assert slice_with([GENERATIONS["v6e"]], 1, 1).name == "v6e-1"
+    assert find_slice_of_chips([GENERATIONS["v5e"]] * 4, 8, 1).name == "v5e-8"  # of two hosts
+    assert find_slice_of_chips([GENERATIONS["v6e"]], 1, 1).name == "v6e-1"
     old = [CHIPS["0x0027"]] * 4
-    assert (slice_with(old, 8, 8 << 30).name, slice_with(old, 8, 15 << 30).name) == ("v2-8", "v3-8")
-    assert slice_with([CHIPS["0x0076"]] * 4, 8, 1).name == "v7x-8"
-    assert slice_with([], 1, 1) is None and slice_with(old, 3, 1) is None
+    assert (find_slice_of_chips(old, 8, 8 << 30).name, find_slice_of_chips(old, 8, 15 << 30).name) == ("v2-8", "v3-8")
+    assert find_slice_of_chips([CHIPS["0x0076"]] * 4, 8, 1).name == "v7x-8"
+    assert find_slice_of_chips([], 1, 1) is None and find_slice_of_chips(old, 3, 1) is None
 
 
 @pytest.mark.soak
 @pytest.mark.cores(1)
 def test_auto_compiles_sizes_with_a_compiler(cores, memory_is_known, monkeypatch, capsys):
     pytest.importorskip("libtpu")
-    monkeypatch.setattr(hardware, "chips", lambda: [GENERATIONS["v5e"]])
+    monkeypatch.setattr(hardware, "find_chips", lambda: [GENERATIONS["v5e"]])
     model = made(nn.Linear(4, 3))
     fit(model, cores, "auto", verbose=2)
     said = capsys.readouterr().out

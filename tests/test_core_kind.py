@@ -43,5 +43,5 @@ def test_several_cores_are_recognised_by_the_chips(cores, monkeypatch, number, k
 
     tpufit.runtime.start(cores, "the test")
     monkeypatch.setattr(torch_xla.runtime, "device_type", lambda: "TPU")
-    monkeypatch.setattr(hardware, "chips", lambda: [CHIPS[number]] * 4)
+    monkeypatch.setattr(hardware, "find_chips", lambda: [CHIPS[number]] * 4)
     assert core_kind.keeps_bfloat16(core_kind.kind_of(torch.device(driver().device_type))) is keeps

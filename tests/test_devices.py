@@ -22,7 +22,7 @@ pytestmark = pytest.mark.runtime("torch_xla")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Each test acts as a process that hasn't settled its cores."""
-    monkeypatch.setattr(releases, "version", {"torch": "2.9.0", "torch_xla": "2.9.0"}.get)
+    monkeypatch.setattr(releases, "find_version", {"torch": "2.9.0", "torch_xla": "2.9.0"}.get)
     monkeypatch.setattr(devices, "_settled", None)
     monkeypatch.setattr(devices, "_failed", None)
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")  # restored after the test
@@ -200,7 +200,7 @@ def test_compatible_versions():
 
 def test_steps_on_the_host_need_no_runtime_and_cores_do(monkeypatch):
     fake = fake_torch_xla.install(monkeypatch)
-    monkeypatch.setattr(releases, "version", {"torch": "2.13.0"}.get)
+    monkeypatch.setattr(releases, "find_version", {"torch": "2.13.0"}.get)
     assert (devices.start([0], "fit()", eager=True).count, devices.platform(), devices.get_settled_cores()) == (
         1,
         "CPU",
@@ -210,7 +210,7 @@ def test_steps_on_the_host_need_no_runtime_and_cores_do(monkeypatch):
     for cores, eager in ((None, False), (8, True), ([1], True)):
         with pytest.raises(VersionError, match="without a runtime for its cores"):
             devices.start(cores, "fit()", eager=eager)
-    monkeypatch.setattr(devices.hardware, "chips", lambda: [CHIPS["0x0063"]])
+    monkeypatch.setattr(devices.hardware, "find_chips", lambda: [CHIPS["0x0063"]])
     assert devices.platform() == "TPU"  # so that nothing is silently computed on its host
     assert fake.calls == []
 
@@ -218,7 +218,7 @@ def test_steps_on_the_host_need_no_runtime_and_cores_do(monkeypatch):
 @pytest.mark.parametrize("versions", [{"torch": "2.13.0"}, {"torch": "2.9.0", "torch_xla": "2.9.0"}], ids=len)
 def test_auto_is_a_gpu_without_a_tpu(monkeypatch, versions):
     fake = fake_torch_xla.install(monkeypatch, platform="CPU", devices=8)
-    monkeypatch.setattr(releases, "version", versions.get)
+    monkeypatch.setattr(releases, "find_version", versions.get)
     monkeypatch.setattr(devices, "_REQUESTED_DEVICE", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -239,14 +239,14 @@ def test_a_gpu_is_ignored_if_another_device_is_requested(monkeypatch, instead):
     monkeypatch.setattr(devices, "_REQUESTED_DEVICE", "CPU" if instead == "PJRT_DEVICE" else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     chips = [CHIPS["0x0063"]] if instead == "a TPU" else []
-    monkeypatch.setattr(devices.hardware, "chips", lambda: chips)
+    monkeypatch.setattr(devices.hardware, "find_chips", lambda: chips)
     settled = devices.start(8 if instead == "a count" else "auto", "fit()", eager=instead == "steps on the host")
     assert settled.platform == ("TPU" if instead == "a TPU" else "CPU")
 
 
 def test_versions_are_checked_before_the_start(monkeypatch):
     fake = fake_torch_xla.install(monkeypatch)
-    monkeypatch.setattr(releases, "version", {"torch": "2.13.0", "torch_xla": "2.9.0"}.get)
+    monkeypatch.setattr(releases, "find_version", {"torch": "2.13.0", "torch_xla": "2.9.0"}.get)
     with pytest.raises(VersionError):
         start(8)
     assert fake.calls == []
@@ -264,7 +264,7 @@ KAGGLE = {"torch": "2.8.0+cpu", "torch_xla": "2.8.0", "libtpu": "0.0.17"}
     ],
 )
 def test_a_libtpu_that_may_end_the_process(monkeypatch, versions, warned):
-    monkeypatch.setattr(releases, "version", versions.get)
+    monkeypatch.setattr(releases, "find_version", versions.get)
     fake_torch_xla.install(monkeypatch)
     cure = r"libtpu 0\.0\.30 is installed\. If the process crashes now: pip install libtpu==0\.0\.17$"
     with pytest.warns(UserWarning, match=cure) if warned else nullcontext():
@@ -383,7 +383,7 @@ card.mkdir()
 (card / "device").write_text("0x0063")
 found = glob.glob
 glob.glob = lambda pattern, **rest: [str(card / "vendor")] if "/sys/bus/pci" in pattern else found(pattern, **rest)
-hardware.chips = lambda *root: [hardware.CHIPS["0x0063"]]
+hardware.find_chips = lambda *root: [hardware.CHIPS["0x0063"]]
 try:
     runtime.start(1, "the test")
 except Exception as error:

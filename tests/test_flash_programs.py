@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import tpufit
 from tpufit.preflight.hlo import parse_operations
-from tpufit.preflight.tpu_slices import slice_of
+from tpufit.preflight.tpu_slices import find_slice
 from tpufit.runtime import KernelWork
 
 TIME, WIDTH, WORDS = 2048, 256, 256
@@ -87,9 +87,9 @@ def test_a_v3_has_plain_attention():
 def test_a_kernels_time_is_of_its_products_or_its_bytes():
     def cycles(tpu, **work):
         kernel = {"operations": 2 * 10**12, "width": 128, "nbytes": 10**6} | work
-        return slice_of(tpu).chip.cycles_of(KernelWork("a", **kernel))
+        return find_slice(tpu).chip.cycles_of(KernelWork("a", **kernel))
 
-    chip = slice_of("v5e-8").chip
+    chip = find_slice("v5e-8").chip
     assert cycles("v5e-8") == round(2e12 / chip.peak * chip.clock)
     assert cycles("v5e-8", width=64) == pytest.approx(2 * cycles("v5e-8"))  # half of a matrix unit is idle
     assert cycles("v6e-8") == pytest.approx(2 * cycles("v6e-8", width=256))

@@ -36,7 +36,7 @@ def lay_out(root, *, device=None, chips=0, folders=()):
     ],
 )
 def test_the_chips_of_each_type(tmp_path, device, chips, name, cores):
-    found = hardware.chips(lay_out(tmp_path, device=device, chips=chips))
+    found = hardware.find_chips(lay_out(tmp_path, device=device, chips=chips))
     assert {chip.name for chip in found} == {name}
     assert sum(chip.devices for chip in found) == cores
 
@@ -55,7 +55,7 @@ def test_the_chips_of_each_type(tmp_path, device, chips, name, cores):
 def test_the_platform_is_recognised(tmp_path, monkeypatch, chips, folders, place):
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")  # copied from elsewhere
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release")
-    assert hardware.place(lay_out(tmp_path, device="0x0063", chips=chips, folders=folders)) == place
+    assert hardware.find_platform(lay_out(tmp_path, device="0x0063", chips=chips, folders=folders)) == place
 
 
 LEFT = {"TPU_PROCESS_ADDRESSES": "local", "CLOUD_TPU_TASK_ID": "0", "TPU_ACCELERATOR_TYPE": "v3-8"}
@@ -88,15 +88,15 @@ def test_the_processes_that_use_the_tpu(tmp_path):
         os.symlink(opened, tmp_path / f"proc/{pid}/fd/3")
         (tmp_path / f"proc/{pid}/cmdline").write_text(f"python\0run{pid}.py\0")
     (tmp_path / "proc/20").mkdir()  # another user's
-    assert hardware.holders(tmp_path) == {9: "python run9.py", 17: "python run17.py"}
-    assert os.getpid() not in hardware.holders()
+    assert hardware.find_tpu_processes(tmp_path) == {9: "python run9.py", 17: "python run17.py"}
+    assert os.getpid() not in hardware.find_tpu_processes()
 
 
 @pytest.mark.parametrize("path", ["sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"])
 def test_a_containers_memory(tmp_path, path):
-    assert "the container (cgroup)" not in hardware.memory(tmp_path)
+    assert "the container (cgroup)" not in hardware.read_memory_limits(tmp_path)
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(f"{1 << 30}\n")
-    assert hardware.memory(tmp_path)["the container (cgroup)"] == 1 << 30
+    assert hardware.read_memory_limits(tmp_path)["the container (cgroup)"] == 1 << 30
     (tmp_path / path).write_text("max\n")
-    assert "the container (cgroup)" not in hardware.memory(tmp_path)
+    assert "the container (cgroup)" not in hardware.read_memory_limits(tmp_path)

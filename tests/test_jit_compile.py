@@ -153,7 +153,7 @@ def test_false_and_eager_steps_compile_nothing(gpu):
 
 
 def test_a_count_of_cores_needs_a_runtime_where_there_is_a_gpu(gpu, monkeypatch):
-    monkeypatch.setattr(releases, "version", {"torch": "2.13.0"}.get)
+    monkeypatch.setattr(releases, "find_version", {"torch": "2.13.0"}.get)
     with pytest.raises(CoresError, match=r"cores=8 asks for cores of a TPU or a CPU.* cores='auto', the default"):
         devices.start(8, "fit(cores=8)")
 

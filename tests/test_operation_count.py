@@ -178,7 +178,7 @@ def test_the_peak_is_of_this_hosts_chips(cores, monkeypatch):
     assert tpufit.runtime.placement_on(here).peak is None
     for chip, each in (("0x0063", 197e12), ("0x006f", 918e12), ("0x0027", None), ("0x0076", 1153.5e12)):
         monkeypatch.setattr(placement, "platform", lambda: "TPU")
-        monkeypatch.setattr(hardware, "chips", lambda chip=chip: [hardware.CHIPS[chip]])
+        monkeypatch.setattr(hardware, "find_chips", lambda chip=chip: [hardware.CHIPS[chip]])
         assert tpufit.runtime.placement_on(here).peak == each
 
 

@@ -21,7 +21,7 @@ from tpufit.preflight.hlo import find_products, parse_operations
 from tpufit.preflight.pickling import pickle_training
 from tpufit.preflight.preflight_plan import ENVIRON, PLAN, TRACED
 from tpufit.preflight.run_preflight import PreflightRun
-from tpufit.preflight.tpu_slices import slice_of
+from tpufit.preflight.tpu_slices import find_slice
 from tpufit.trainer.fit_arguments import TrainingData, ValidationData
 
 pytestmark = pytest.mark.slow
@@ -104,7 +104,7 @@ def programs(tmp_path_factory, on):
         preflight_run = PreflightRun(engine_of(model), data, held, limit=None, timeout=600, verbose=False)
         state, _ = engine_of(model).state.tensors()
         (folder / name).mkdir()
-        (folder / name / PLAN).write_bytes(pickle_training(preflight_run.plan(slice_of(on)), model, state.keys()))
+        (folder / name / PLAN).write_bytes(pickle_training(preflight_run.plan(find_slice(on)), model, state.keys()))
     # One process for all of them, without the XLA flags of other tests.
     folders = [str(folder / name) for name in trainings]
     run(["-m", "tpufit.preflight.tracing", *folders], "tracing", 600, False, ENVIRON | {"XLA_FLAGS": ""})
@@ -113,7 +113,7 @@ def programs(tmp_path_factory, on):
         for name in trainings
         for number, facts in json.loads((folder / name / TRACED).read_text()).items()
     }
-    compiled = preflight_run.compile({place: facts for place, (_, facts) in traced.items()}, folder, slice_of(on))
+    compiled = preflight_run.compile({place: facts for place, (_, facts) in traced.items()}, folder, find_slice(on))
     found = {}
     for (place, (name, facts)), program in zip(traced.items(), compiled, strict=True):
         before = (folder / f"{place}.before.txt").read_text()
@@ -453,7 +453,7 @@ def test_a_loops_body_counts_for_each_iteration(run_python, tmp_path):
     costs, within = {}, {}
     for name in ("apart", "looped", "endless"):
         found = json.loads((tmp_path / f"{name}.json").read_text())
-        program = analyse(facts | {"arguments": arguments}, found, "", found["text"], slice_of("v5e-1"))
+        program = analyse(facts | {"arguments": arguments}, found, "", found["text"], find_slice("v5e-1"))
         assert (" while(" in program.text) == (name != "apart")
         costs[name] = program.cost
         within[name] = max((one.cycles for one, entry in parse_operations(program.text) if not entry), default=0)

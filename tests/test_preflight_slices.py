@@ -3,7 +3,7 @@
 import pytest
 
 from tpufit.errors import UnknownNameError
-from tpufit.preflight.tpu_slices import SLICES, slice_of
+from tpufit.preflight.tpu_slices import SLICES, find_slice
 
 # Name: chips, topology, hosts.
 PUBLISHED = {
@@ -89,7 +89,7 @@ PUBLISHED = {
 def test_slices_equal_the_published_tables(name):
     generation = name.partition("-")[0]
     chips, topology, hosts = PUBLISHED[name]
-    found = slice_of(name)
+    found = find_slice(name)
     family = "tpu7x" if generation == "v7x" else generation
     assert (found.name, found.chip.name, found.topology) == (name, generation, f"{family}:{topology}")
     assert (found.devices, found.hosts) == (chips * (2 if generation in ("v2", "v3", "v7x") else 1), hosts)
@@ -107,13 +107,13 @@ def test_every_slice_is_published():
     ],
 )
 def test_the_chips_of_a_host(name, bounds):
-    assert slice_of(name).chips_per_host_bounds == bounds
+    assert find_slice(name).chips_per_host_bounds == bounds
 
 
 @pytest.mark.parametrize("name", ["v5litepod-8", "V5E-8", " v5e-8 "])
 def test_alternative_names(name):
-    assert slice_of(name) is slice_of("v5e-8")
-    assert slice_of("tpu7x-8") is slice_of("v7x-8")
+    assert find_slice(name) is find_slice("v5e-8")
+    assert find_slice("tpu7x-8") is find_slice("v7x-8")
 
 
 # A device's matrix units, and the side of one: cloud.google.com/tpu/docs, the page of each generation. Of a v7x no page
@@ -124,7 +124,7 @@ def test_alternative_names(name):
      ("v7x-8", 4, 256)],
 )  # fmt: skip
 def test_the_clock_fits_the_peak(name, units, side):
-    chip = slice_of(name).chip
+    chip = find_slice(name).chip
     assert chip.clock * 2 * units * side**2 == pytest.approx(chip.peak, rel=0.005)
 
 
@@ -142,4 +142,4 @@ def test_the_clock_fits_the_peak(name, units, side):
 )
 def test_an_unknown_name_is_an_error_with_suggestions(name, said):
     with pytest.raises(UnknownNameError, match=said):
-        slice_of(name)
+        find_slice(name)

@@ -28,7 +28,7 @@ from tpufit.utils import hardware, releases
 # The texts are torch_xla's.
 pytestmark = pytest.mark.runtime("torch_xla")
 GB = 1 << 30
-OF_2_8 = releases.parse_release(releases.version("torch_xla")) == "2.8"
+OF_2_8 = releases.parse_release(releases.find_version("torch_xla")) == "2.8"
 LOAD = StepMemory(
     role="train", rows=512, cores=8, weights=2 * GB, learns=2 * GB, optimizer=4 * GB, batch=GB // 4, precision="fp32"
 )
@@ -107,7 +107,7 @@ def test_unknown_errors_are_unchanged(error):
 
 @pytest.fixture
 def fresh(monkeypatch):
-    monkeypatch.setattr(releases, "version", {"torch": "2.9.0", "torch_xla": "2.9.0"}.get)
+    monkeypatch.setattr(releases, "find_version", {"torch": "2.9.0", "torch_xla": "2.9.0"}.get)
     monkeypatch.setattr(devices, "_settled", None)
     monkeypatch.setattr(devices, "_failed", None)
     monkeypatch.setenv("CPU_NUM_DEVICES", "1")
@@ -123,7 +123,7 @@ def fresh(monkeypatch):
     ],
 )
 def test_a_core_in_use_names_its_holders(fresh, monkeypatch, text, sentence):
-    monkeypatch.setattr(hardware, "holders", lambda: {17: "python old_run.py"})
+    monkeypatch.setattr(hardware, "find_tpu_processes", lambda: {17: "python old_run.py"})
     fake_torch_xla.install(monkeypatch, fails=text)
     with pytest.raises(DeviceBusyError, match=sentence) as error:
         devices.start("auto", "fit()")
@@ -143,7 +143,7 @@ FIT += "m.fit(np.ones((8, 2), 'f4'), np.ones((8, 1), 'f4'), verbose=0)"
 
 # The driver is installed with the TPU's compiler, of which it is a part.
 NO_TPU = "this host has no TPU chip on its PCI bus"
-if releases.version("libtpu") is None:
+if releases.find_version("libtpu") is None:
     NO_TPU = "its driver, libtpu, is not installed. On a TPU run: pip install libtpu=="
 
 

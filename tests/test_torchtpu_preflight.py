@@ -13,7 +13,7 @@ TRACE = """
     from torch import nn
     from tpufit.preflight.preflight_plan import TRACED
     from tpufit.preflight.run_preflight import PreflightRun
-    from tpufit.preflight.tpu_slices import slice_of
+    from tpufit.preflight.tpu_slices import find_slice
     from tpufit.data.user_data import recognize
     from tpufit.trainer.fit_arguments import TrainingData, ValidationData
 
@@ -24,7 +24,7 @@ TRACE = """
         folder.mkdir()
         train = TrainingData(recognize(**data), batch_size=rows)
         run = PreflightRun(model._engine, train, ValidationData(), None, 300.0, False)
-        run.trace(run.plan(slice_of(on)), folder)
+        run.trace(run.plan(find_slice(on)), folder)
         return json.loads((folder / TRACED).read_text()), (folder / "0.hlo").read_text()
 """
 

@@ -375,9 +375,9 @@ def test_a_profile_that_was_not_written_is_seen(cores, tmp_path, monkeypatch):
 
 def test_the_slice_of_each_host_is_known(monkeypatch):
     for chips, name in (((CHIPS["0x0063"],) * 8, "v5e-8"), ((CHIPS["0x005e"],) * 4, "v4-8"), ((), "v5e-1")):
-        monkeypatch.setattr(speed, "chips", lambda found=chips: found)
+        monkeypatch.setattr(speed, "find_chips", lambda found=chips: found)
         assert speed.slice_here().name == name
-    monkeypatch.setattr(speed, "chips", lambda: (CHIPS["0x0027"],) * 4)
+    monkeypatch.setattr(speed, "find_chips", lambda: (CHIPS["0x0027"],) * 4)
     assert speed.slice_here().name == "v3-8"
 
 
@@ -501,7 +501,7 @@ def test_a_report_changes_what_they_say(shown, tmp_path, monkeypatch):
     from tpufit.verification import report as reporting
 
     results = [Result("starts on all cores", PASSED), Result("data reaches the device and returns", PASSED)]
-    monkeypatch.setattr(reporting.hardware, "chips", lambda *root: [CHIPS["0x0063"]] * 8)
+    monkeypatch.setattr(reporting.hardware, "find_chips", lambda *root: [CHIPS["0x0063"]] * 8)
     Verification(results, Device("TPU", 8), date="2026-12-01").save(tmp_path / "a.json")
     Verification(results, Device("CPU", 8), date="2026-12-01").save(tmp_path / "virtual.json")
     found = shown.reports(tmp_path)

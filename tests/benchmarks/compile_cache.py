@@ -99,7 +99,7 @@ def main() -> None:
         "programs_bytes": size,
         "rows": rows,
     }
-    versions = {name: releases.version(name) for name in ("torch", "torch_tpu", "libtpu")}
+    versions = {name: releases.find_version(name) for name in ("torch", "torch_tpu", "libtpu")}
     report = {"machine": machine(), "versions": versions, "plugin": plugins.WHEEL, "nets": kept}
     path.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -21,7 +21,7 @@ from jax_mesh import mesh_of
 from networks import TRAININGS
 
 from tpufit.preflight.compiling import figures
-from tpufit.preflight.tpu_slices import Slice, slice_of
+from tpufit.preflight.tpu_slices import Slice, find_slice
 from tpufit.step.sharding import choose_dimension
 
 SMALL = 1 << 15  # bytes: smaller weights stay whole, as in tpufit
@@ -112,7 +112,7 @@ def lowered(name: str, on: Slice) -> Any:
 
 
 if __name__ == "__main__":
-    name, folder, on = sys.argv[1], Path(sys.argv[2]), slice_of(sys.argv[3])
+    name, folder, on = sys.argv[1], Path(sys.argv[2]), find_slice(sys.argv[3])
     program = lowered(name, on)
     began = time.perf_counter()
     compiled = program.compile()

@@ -206,7 +206,7 @@ def main() -> None:
     kept = json.loads(path.read_text())["nets"] if path.exists() else {}
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     kept[name] = {"date": today, "load": round(os.getloadavg()[0], 1), **found}
-    report = {"machine": machine(), "compiler": releases.compiler(), "core": "v5e", "nets": kept}
+    report = {"machine": machine(), "compiler": releases.find_compiler_versions(), "core": "v5e", "nets": kept}
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -31,7 +31,7 @@ from tpufit.preflight.analysis import analyse
 from tpufit.preflight.children import run
 from tpufit.preflight.compiling import NO_HOST
 from tpufit.preflight.hlo import parse_arguments
-from tpufit.preflight.tpu_slices import slice_of
+from tpufit.preflight.tpu_slices import find_slice
 
 NETWORK, SLICES = "GPT 4 x 512", ("v5e-8", "v6e-8")
 STEPS = 10  # in an epoch, of which the first two compile
@@ -109,7 +109,7 @@ def of_tpufit(shard: str | None) -> dict[str, Any]:
 def of_jax() -> dict[str, Any]:
     found = {}
     for name in SLICES:
-        on = slice_of(name)
+        on = find_slice(name)
         with tempfile.TemporaryDirectory() as folder:
             run([str(HERE / "jax_fsdp.py"), NETWORK, folder, name], f"JAX for {name}", 3600, False, NO_HOST)
             compiled = json.loads(Path(folder, f"jax.{name}.json").read_text())

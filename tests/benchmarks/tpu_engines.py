@@ -28,7 +28,7 @@ from plugins import as_tpu
 
 from tpufit.preflight.preflight_plan import TRACED
 from tpufit.preflight.run_preflight import PreflightRun
-from tpufit.preflight.tpu_slices import slice_of
+from tpufit.preflight.tpu_slices import find_slice
 from tpufit.utils import releases
 from tpufit.utils.children import explain_end
 
@@ -57,14 +57,19 @@ def main() -> None:
             found = compiled(name, engine, args.xla, args.texts)
             kept[name] = {**kept.get(name, {}), "date": today, engine: found}
             print(name, engine, found, flush=True)
-            report = {"machine": machine(), "compiler": releases.compiler(), "slice": ON, "networks": kept}
+            report = {
+                "machine": machine(),
+                "compiler": releases.find_compiler_versions(),
+                "slice": ON,
+                "networks": kept,
+            }
             path.write_text(json.dumps(report, indent=1) + "\n")
             (args.out / "tpu_engines.md").write_text(table(report))
 
 
 def traced(name: str, engine: str, folder: Path) -> None:
     """Trace the train step of a network into a folder, with this environment's engine, or with TorchTPU alone."""
-    on = slice_of(ON)
+    on = find_slice(ON)
     if engine == "alone":
         from torchtpu_alone import trace_alone
 
@@ -96,7 +101,7 @@ def compiled(name: str, engine: str, xla: Path | None, texts: Path | None) -> di
         facts = json.loads((folder / TRACED).read_text())
         rows = max(one["rows"] for one in facts.values())
         number = [n for n, one in facts.items() if one["role"] == "train" and one["rows"] == rows][-1]
-        (program,) = PreflightRun.compile(run, {number: facts[number]}, folder, slice_of(ON))
+        (program,) = PreflightRun.compile(run, {number: facts[number]}, folder, find_slice(ON))
         before = (folder / f"{number}.before.txt").read_text()
         if texts is not None:
             texts.mkdir(parents=True, exist_ok=True)

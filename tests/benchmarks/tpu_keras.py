@@ -23,7 +23,7 @@ from networks import TRAININGS, Training
 
 from tpufit.preflight.compiling import figures
 from tpufit.preflight.preflight_plan import TRACED
-from tpufit.preflight.tpu_slices import Slice, slice_of
+from tpufit.preflight.tpu_slices import Slice, find_slice
 
 State = tuple[Any, Any, Any, Any, Any]
 
@@ -84,4 +84,4 @@ def main(name: str, folder: Path, on: Slice, compiles: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), slice_of(sys.argv[3]), sys.argv[4:] == ["compile"])
+    main(sys.argv[1], Path(sys.argv[2]), find_slice(sys.argv[3]), sys.argv[4:] == ["compile"])

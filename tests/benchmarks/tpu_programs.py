@@ -37,7 +37,7 @@ from tpufit.preflight.analysis import CompiledProgram
 from tpufit.preflight.hlo import parse_operations
 from tpufit.preflight.run_preflight import PreflightRun, make_preflight_run
 from tpufit.preflight.run_script import run_script
-from tpufit.preflight.tpu_slices import Slice, slice_of
+from tpufit.preflight.tpu_slices import Slice, find_slice
 from tpufit.runtime import has_flash, keeps_bfloat16
 
 SMALL = ("v3-8", "v5e-8", "v6e-8")  # of 8 cores each: one trace serves all
@@ -130,7 +130,7 @@ def compiled(
 ) -> list[dict[str, Any]]:
     """Return the figures of a network's train step on each slice; the stored figures, if the program is the same."""
     found = []
-    slices = [slice_of(on) for on in slices_of(network)]
+    slices = [find_slice(on) for on in slices_of(network)]
     # One trace serves all slices for which the step is traced in the same way.
     forms = {on.name: (keeps_bfloat16(on.chip.kind), has_flash(on.chip.kind)) for on in slices}
     alike = [[on for on in slices if forms[on.name] == form] for form in dict.fromkeys(forms.values())]

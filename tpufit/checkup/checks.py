@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..errors import VersionError, say_count
 from ..utils import releases
-from ..utils.hardware import describe, retired_variables
+from ..utils.hardware import describe_processes, find_retired_variables
 from ..utils.text import format_bytes
 from .facts import Facts
 from .trial import ALL, Trial
@@ -77,7 +77,7 @@ def check_versions(facts: Facts) -> Iterator[Row]:
 def check_libtpu(facts: Facts) -> Iterator[Row]:
     """Check that libtpu is installed, in a tested version."""
     version = facts.versions.get("libtpu")
-    install = releases.command(facts.versions, "libtpu")
+    install = releases.make_install_command(facts.versions, "libtpu")
     if version is None:
         cure = f"{install}: without libtpu the TPU is not found" if facts.chips else ""
         yield _make_row("libtpu", "not installed" + ("" if facts.chips else "; only a TPU needs it"), error=cure)
@@ -101,7 +101,7 @@ def check_compiler(facts: Facts) -> Iterator[Row]:
     if missing and found["jax"] is None and found["jaxlib"] is None:
         yield _make_row("the TPU's compiler", "not installed; only preflight needs it")
     elif missing:
-        cure = f"preflight needs {' and '.join(missing)} too: {releases.command(facts.versions)}"
+        cure = f"preflight needs {' and '.join(missing)} too: {releases.make_install_command(facts.versions)}"
         yield _make_row("the TPU's compiler", here, warning=cure)
     else:
         known = "" if releases.is_tested(facts.versions) else "; untested with this torch_xla, but preflight will try"
@@ -172,7 +172,7 @@ def check_variables(facts: Facts) -> Iterator[Row]:
         (_LIMITING, "this process doesn't see all cores: unset it if you want them"),
         (_SHARDING, "tpufit divides batches itself, and these interfere: unset them"),
         (_SLOWING, "these make every step slow: unset them after debugging"),
-        (tuple(retired_variables(facts.environ)), retired),
+        (tuple(find_retired_variables(facts.environ)), retired),
     ):
         if found := ", ".join(f"{name}={facts.environ[name]}" for name in names if facts.environ.get(name)):
             yield _make_row("environment", found, warning=cure)
@@ -183,7 +183,7 @@ def check_holders(facts: Facts) -> Iterator[Row]:
     others = {pid: command for pid, command in facts.holders.items() if pid != facts.process.pid}
     cure = "a TPU serves one process: end the others yourself (kill, or restart their notebook); doctor ends nothing"
     visible = "this process" if facts.holders else "no process that this user can see"
-    yield _make_row(TPU_PROCESSES, describe(others) or visible, error=cure if others else "")
+    yield _make_row(TPU_PROCESSES, describe_processes(others) or visible, error=cure if others else "")
 
 
 def check_process(facts: Facts) -> Iterator[Row]:

@@ -63,27 +63,27 @@ def collect_facts(train: bool, timeout: float) -> Facts:
     missing = tuple(name for name in hosts if not _is_resolvable(name)) if len(hosts) > 1 else ()
     # On a pod, a training that not all hosts begin would wait forever.
     train = train and cores is None and len(hosts) < 2
-    gpus = hardware.gpus()
+    gpus = hardware.count_gpus()
     # Without a TPU, TorchTPU's cores are processes of a plugin: a trial on eight says nothing about this machine.
-    counts = (1,) if releases.version("torch_tpu") and not hardware.chips() else (1, ALL)
-    if gpus and not any(map(releases.version, releases.RUNTIMES)):
+    counts = (1,) if releases.find_version("torch_tpu") and not hardware.find_chips() else (1, ALL)
+    if gpus and not any(map(releases.find_version, releases.RUNTIMES)):
         counts = (ALL,)  # the GPU; a count means cores, which a runtime has
     return Facts(
         python=sys.version_info[:3],
-        versions={name: version for name in _PACKAGES if (version := releases.version(name)) is not None},
+        versions={name: version for name in _PACKAGES if (version := releases.find_version(name)) is not None},
         environ=dict(os.environ),
-        place=hardware.place(),
-        chips=tuple(hardware.chips()),
+        place=hardware.find_platform(),
+        chips=tuple(hardware.find_chips()),
         gpus=gpus,
-        holders=hardware.holders(),
+        holders=hardware.find_tpu_processes(),
         process=Process(
             os.getpid(),
             str(cores or ""),
             cores is None and "torch_xla" in sys.modules,
             Pod(hosts, missing, pod.describe_hosts() if pod and cores else ""),
         ),
-        memory=hardware.memory(),
-        cpus=hardware.cpus(),
+        memory=hardware.read_memory_limits(),
+        cpus=hardware.count_cpus(),
         disk=shutil.disk_usage(os.getcwd()).free,
         trials=tuple(run_trial(count, timeout) for count in counts) if train else (),
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from ..errors import say_count
-from ..utils.hardware import cpus
+from ..utils.hardware import count_cpus
 
 # The least share of the time, and the least seconds, of a problem worth reporting.
 _SHARE = 0.2
@@ -81,7 +81,7 @@ def report_waiting(waited: float, elapsed: float) -> str | None:
         return None
     return (
         f"the device waited for data {waited / elapsed:.0%} of the epoch: decoding and augmenting take longer than the "
-        f"steps. Let workers do it (DataLoader(..., num_workers={cpus()}) on this machine), or do it once: "
+        f"steps. Let workers do it (DataLoader(..., num_workers={count_cpus()}) on this machine), or do it once: "
         "tpufit.data.CachedDataset stores finished samples (with copies=k, k augmented variants of each), and its "
         "device_transform augments them on the device. A larger batch_size helps where the steps are small"
     )

@@ -58,10 +58,10 @@ class PreflightReport:
 
     Example:
         >>> from tpufit.preflight.analysis import Cost, Memory
-        >>> from tpufit.preflight.tpu_slices import slice_of
+        >>> from tpufit.preflight.tpu_slices import find_slice
         >>> cost = Cost(flops=4e9, nbytes=1e8, cycles=3_000_000)
         >>> step = CompiledProgram("train", "it is the first step", 512, 1, 2.0, True, Memory(weights=1 << 30), cost)
-        >>> report = PreflightReport(slice_of("v5e-8"), [step], 64, "bf16")
+        >>> report = PreflightReport(find_slice("v5e-8"), [step], 64, "bf16")
         >>> report.fits, report.status, f"{1000 * report.seconds:.2f} ms a step"
         (True, 0, '2.00 ms a step')
     """

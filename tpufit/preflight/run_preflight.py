@@ -28,7 +28,7 @@ from .compiling import FLAGS
 from .pickling import pickle_training
 from .preflight_plan import ENVIRON, FAULT, PLAN, TRACED, PreflightPlan, make_plan
 from .report import Comparison, PreflightReport
-from .tpu_slices import Slice, slice_of, slice_with
+from .tpu_slices import Slice, find_slice, find_slice_of_chips
 
 # The arguments of `fit` that change none of its programs.
 _WITHOUT_EFFECT = {"epochs", "callbacks", "initial_epoch", "min_epochs", "max_steps", "max_time", "resume", "strict"}
@@ -149,7 +149,7 @@ class PreflightRun:
             if not self.compiler or releases.is_tested(self.compiler):
                 raise
             why = releases.explain_untested(self.compiler)
-            cure = releases.command(self.compiler)
+            cure = releases.make_install_command(self.compiler)
             raise PreflightError(f"{error}\nPerhaps because {why}. A tested version: {cure}") from None
         programs = []
         for name, facts in traced.items():
@@ -210,12 +210,12 @@ def run_preflight(
         ArgumentError: `fit` has no such argument.
         PreflightError: The steps can't be traced, or the compiler is missing, refuses or fails.
     """
-    slices = [slice_of(name) for name in ([tpu] if isinstance(tpu, str) else tpu)]
+    slices = [find_slice(name) for name in ([tpu] if isinstance(tpu, str) else tpu)]
     if not slices:
         raise ArgumentError("tpu must be the name of a slice, such as 'v5e-8', or several, got none")
     preflight_run = make_preflight_run(engine, arguments)
     for each in slices:
-        if each.chip.runtime not in ("", releases.runtime_of(preflight_run.compiler)):
+        if each.chip.runtime not in ("", releases.find_runtime(preflight_run.compiler)):
             raise PreflightError(releases.explain_unknown_chip(preflight_run.compiler, each.chip.name))
     reports = preflight_run.make_reports(slices)
     engine.log.predicted = reports[0].seconds
@@ -230,8 +230,8 @@ def largest_batch(engine: Engine, train: TrainingData, cores: Cores, memory: int
     Raises:
         PreflightError: The step can't be traced or compiled, or not even one row fits.
     """
-    tpu = slice_with(hardware.chips(), cores.count, memory)
-    if tpu is None or releases.list_missing(releases.compiler()):
+    tpu = find_slice_of_chips(hardware.find_chips(), cores.count, memory)
+    if tpu is None or releases.list_missing(releases.find_compiler_versions()):
         return None
     preflight_run = PreflightRun(
         engine, replace(train, batch_size="auto"), ValidationData(), None, 3600.0, True, check_compiler()
@@ -279,22 +279,23 @@ def check_compiler() -> dict[str, str]:
     Raises:
         PreflightError: The compiler isn't installed.
     """
-    found = releases.compiler()
+    found = releases.find_compiler_versions()
     missing = releases.list_missing(found)
-    if found.get(releases.runtime_of(found)) is None:
+    if found.get(releases.find_runtime(found)) is None:
         raise PreflightError(
             "a preflight traces steps with the runtime for the TPU's compiler, but no runtime is installed. Run: "
             "pip install 'tpufit[preflight]', or for TorchTPU: pip install 'tpufit[tpu]'"
         )
-    releases.check_versions(*(releases.version(name) for name in ("torch", *releases.RUNTIMES)))
+    releases.check_versions(*(releases.find_version(name) for name in ("torch", *releases.RUNTIMES)))
     if missing:
         here = ", ".join(f"{name} {own or 'missing'}" for name, own in found.items())
+        cure = releases.make_install_command(found, *missing)
         raise PreflightError(
-            f"a preflight needs the TPU's compiler: {releases.command(found, *missing)}, which takes up to 1 GB (from "
-            f"Python 3.11 on). Here: {here}"
+            f"a preflight needs the TPU's compiler: {cure}, which takes up to 1 GB (from Python 3.11 on). Here: {here}"
         )
     if not releases.is_tested(found):
-        warn(f"{releases.explain_untested(found)}. The preflight uses it; a tested version: {releases.command(found)}")
+        cure = releases.make_install_command(found)
+        warn(f"{releases.explain_untested(found)}. The preflight uses it; a tested version: {cure}")
     return {name: str(own) for name, own in found.items()}
 
 

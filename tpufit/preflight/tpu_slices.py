@@ -1,4 +1,4 @@
-"""`slice_of`: finds a TPU slice by its name in the cloud, with its devices' capabilities and its chips' topology."""
+"""`find_slice`: finds a TPU slice by its name in the cloud, with its devices' capabilities and its chips' topology."""
 
 import math
 from collections.abc import Sequence
@@ -170,7 +170,7 @@ _ALL = [_slice(chip, shape) for chip, shapes in _SHAPES.items() for shape in sha
 SLICES = {each.name: each for each in _ALL}
 
 
-def slice_of(name: str) -> Slice:
+def find_slice(name: str) -> Slice:
     """Find a TPU slice by its name in the cloud, e.g. `"v3-8"`, or `"v5e-8"`, a synonym of `"v5litepod-8"`.
 
     For v5e and v6e the number counts chips, for the others TensorCores, of which a chip has two.
@@ -180,7 +180,7 @@ def slice_of(name: str) -> Slice:
         UnknownNameError: There is no such slice.
 
     Example:
-        >>> found = slice_of("v4-8")
+        >>> found = find_slice("v4-8")
         >>> found.topology, found.devices, found.hosts
         ('v4:2x2x1', 4, 1)
     """
@@ -194,13 +194,13 @@ def slice_of(name: str) -> Slice:
     raise UnknownNameError("TPU slice", name, known or SLICES, hint)
 
 
-def slice_with(chips: Sequence[Chip], devices: int, memory: int) -> Slice | None:
+def find_slice_of_chips(chips: Sequence[Chip], devices: int, memory: int) -> Slice | None:
     """Find the slice to which a host's chips belong; None if no slice has this number of devices, on all hosts.
 
     The memory of a device, in bytes, distinguishes a v2 from a v3.
 
     Example:
-        >>> slice_with([GENERATIONS["v5e"]] * 8, 8, 17 << 30).name
+        >>> find_slice_of_chips([GENERATIONS["v5e"]] * 8, 8, 17 << 30).name
         'v5e-8'
     """
     names = {name for chip in chips[:1] for name in chip.name.split(" or ")}

@@ -154,13 +154,13 @@ def platform() -> str:
     if _means_gpu():
         return "CUDA"
     if not releases.has_runtime():
-        return "TPU" if hardware.chips() else "CPU"
+        return "TPU" if hardware.find_chips() else "CPU"
     return driver().platform()
 
 
 def _means_gpu() -> bool:
     """True if `"auto"` means a GPU: PyTorch has a GPU, there is no TPU, and PJRT_DEVICE isn't set."""
-    return _REQUESTED_DEVICE is None and not hardware.chips() and torch.cuda.is_available()
+    return _REQUESTED_DEVICE is None and not hardware.find_chips() and torch.cuda.is_available()
 
 
 def _warn_of_other_gpus(index: int) -> None:
@@ -196,7 +196,7 @@ def count_available_cores(used: int) -> int:
 
 def versions() -> dict[str, str]:
     """Return the installed versions that the last digits of a training depend on."""
-    return {name: releases.version(name) or "none" for name in ("torch", driver().name)}
+    return {name: releases.find_version(name) or "none" for name in ("torch", driver().name)}
 
 
 def _parse(cores: CoresArgument) -> CoresRequest:

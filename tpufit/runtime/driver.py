@@ -360,7 +360,7 @@ class Driver(ABC):
 @cache
 def driver() -> Driver:
     """Return the driver of the installed runtime, without starting it."""
-    name = "torch_tpu" if releases.version("torch_tpu") and not releases.version("torch_xla") else "torch_xla"
+    name = "torch_tpu" if releases.find_version("torch_tpu") and not releases.find_version("torch_xla") else "torch_xla"
     package = import_module(_PACKAGES[name])
     found: Driver = package.DRIVER
     return found

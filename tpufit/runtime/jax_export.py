@@ -37,7 +37,7 @@ def _for_old_libtpu() -> AbstractContextManager[None]:
 
     JAX 0.6 does so by default; later versions are used in preflights.
     """
-    if releases.version("libtpu") != "0.0.17" or import_module("jax").__version_info__ < (0, 7):
+    if releases.find_version("libtpu") != "0.0.17" or import_module("jax").__version_info__ < (0, 7):
         return nullcontext()
     from jax._src import tpu_custom_call
 

@@ -48,7 +48,7 @@ class CorePlacement(Placement):
 
     @cached_property
     def peak(self) -> float | None:
-        chips = hardware.chips() if platform() == "TPU" else []
+        chips = hardware.find_chips() if platform() == "TPU" else []
         return None if not chips or chips[0].peak is None else chips[0].peak * self.count
 
     @property

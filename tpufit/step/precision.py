@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ..errors import ArgumentError, UnknownNameError
 from ..runtime import swap_value
-from ..utils.hardware import retired_variables
+from ..utils.hardware import find_retired_variables
 from ..utils.text import dtype_name
 from ..utils.user_code import warn
 
@@ -70,7 +70,7 @@ def check(name: str) -> str:
         >>> check("bf16")
         'bf16'
     """
-    set_here = retired_variables(os.environ)
+    set_here = find_retired_variables(os.environ)
     if set_here:
         warn(
             f"the environment sets {', '.join(set_here)}, a retired way to choose a precision, which changes tensors "

@@ -69,7 +69,7 @@ CHIPS = {
 }
 
 
-def chips(root: Path = _ROOT) -> list[Chip]:
+def find_chips(root: Path = _ROOT) -> list[Chip]:
     """Return the TPU chips attached to this host.
 
     Example:
@@ -81,12 +81,12 @@ def chips(root: Path = _ROOT) -> list[Chip]:
     return [CHIPS[device] for device in devices if device in CHIPS]
 
 
-def gpus(root: Path = _ROOT) -> int:
+def count_gpus(root: Path = _ROOT) -> int:
     """Return the number of NVIDIA GPUs that this process may open."""
     return len([*root.glob("dev/nvidia[0-9]*")])
 
 
-def holders(root: Path = _ROOT) -> dict[int, str]:
+def find_tpu_processes(root: Path = _ROOT) -> dict[int, str]:
     """Return the commands of processes that use a TPU, by process id. Only root sees other users' processes."""
     commands = {}
     for process in root.glob("proc/[0-9]*"):
@@ -99,17 +99,17 @@ def holders(root: Path = _ROOT) -> dict[int, str]:
     return dict(sorted(commands.items()))
 
 
-def describe(holders: Mapping[int, str]) -> str:
+def describe_processes(holders: Mapping[int, str]) -> str:
     """List process ids with their commands in one line.
 
     Example:
-        >>> describe({17: "python train.py", 18: "python -m ipykernel_launcher"})
+        >>> describe_processes({17: "python train.py", 18: "python -m ipykernel_launcher"})
         '17 (python train.py), 18 (python -m ipykernel_launcher)'
     """
     return ", ".join(f"{pid} ({command[:60]})" for pid, command in holders.items())
 
 
-def place(root: Path = _ROOT) -> str:
+def find_platform(root: Path = _ROOT) -> str:
     """Return the platform, by folders and devices: `"Kaggle"`, `"Colab"`, `"TPU VM"` or `"a machine without a TPU"`.
 
     Environment variables aren't used: they may be copied, left over or forged.
@@ -118,7 +118,7 @@ def place(root: Path = _ROOT) -> str:
         return "Kaggle"
     if (root / "content").is_dir() and any(root.glob("usr/local/lib/python3*/dist-packages/google/colab")):
         return "Colab"
-    return "TPU VM" if chips(root) else "a machine without a TPU"
+    return "TPU VM" if find_chips(root) else "a machine without a TPU"
 
 
 def drop_stale_variables(environ: MutableMapping[str, str] = os.environ, root: Path = _ROOT) -> None:
@@ -127,7 +127,7 @@ def drop_stale_variables(environ: MutableMapping[str, str] = os.environ, root: P
     Only there, and only with a TPU: elsewhere they may be intended. Call it before torch_xla is imported.
     """
     stale = [name for name in _MULTIPROCESS_VARIABLES if name in environ]
-    if stale and place(root) == "Kaggle" and chips(root):
+    if stale and find_platform(root) == "Kaggle" and find_chips(root):
         removed = " and ".join(f"{name}={environ.pop(name)!r}" for name in stale)
         warn(
             f"removed {removed} from the environment: left over from a run of several processes, for which the TPU "
@@ -140,11 +140,11 @@ def skip_metadata_query(environ: MutableMapping[str, str] = os.environ, root: Pa
 
     Call it before libtpu is loaded, which then reports at once that there is no TPU.
     """
-    if not chips(root):
+    if not find_chips(root):
         environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 
-def memory(root: Path = _ROOT) -> dict[str, int]:
+def read_memory_limits(root: Path = _ROOT) -> dict[str, int]:
     """Return the bytes of memory that this process may use, by limit; `"RAM"` is always included."""
     limits = {"RAM": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     for path in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -157,16 +157,16 @@ def memory(root: Path = _ROOT) -> dict[str, int]:
     return limits
 
 
-def cpus() -> int:
+def count_cpus() -> int:
     """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def retired_variables(environ: Mapping[str, str]) -> list[str]:
+def find_retired_variables(environ: Mapping[str, str]) -> list[str]:
     """Return the set variables that used to select another precision.
 
     Example:
-        >>> retired_variables({"XLA_USE_BF16": "1", "XLA_USE_F16": "0"})
+        >>> find_retired_variables({"XLA_USE_BF16": "1", "XLA_USE_F16": "0"})
         ['XLA_USE_BF16']
     """
     return [variable for variable in _RETIRED if environ.get(variable, "0") not in ("", "0")]

@@ -32,7 +32,7 @@ _TPU = "pip install 'tpufit[tpu]'"
 COMPILER = ("libtpu", "jax", "jaxlib")
 
 
-def version(package: str) -> str | None:
+def find_version(package: str) -> str | None:
     """Return the installed version of a package, or None."""
     try:
         return metadata.version(package)
@@ -40,25 +40,25 @@ def version(package: str) -> str | None:
         return None
 
 
-def compiler() -> dict[str, str | None]:
+def find_compiler_versions() -> dict[str, str | None]:
     """Return the installed versions of the TPU's compiler and its runtime; None if missing."""
-    runtime = "torch_tpu" if version("torch_tpu") and not version("torch_xla") else "torch_xla"
-    return {name: version(name) for name in (runtime, *COMPILER)}
+    runtime = "torch_tpu" if find_version("torch_tpu") and not find_version("torch_xla") else "torch_xla"
+    return {name: find_version(name) for name in (runtime, *COMPILER)}
 
 
-def runtime_of(found: Mapping[str, str | None]) -> str:
+def find_runtime(found: Mapping[str, str | None]) -> str:
     """Return the runtime among some versions: torch_tpu if it is there, else torch_xla."""
     return "torch_tpu" if found.get("torch_tpu") is not None else "torch_xla"
 
 
 def sets_flags(found: Mapping[str, str | None]) -> bool:
     """True if the runtime starts a TPU with its own flags, which the compiler reads: torch_xla does."""
-    return runtime_of(found) == "torch_xla"
+    return find_runtime(found) == "torch_xla"
 
 
 def _find_tested(found: Mapping[str, str | None]) -> Mapping[str, tuple[str, ...]]:
     """Return the compilers tested with an installed runtime."""
-    if runtime_of(found) == "torch_tpu":
+    if find_runtime(found) == "torch_tpu":
         return _TESTED_WITH_TORCH_TPU
     return TRIED.get(parse_release(found.get("torch_xla")) or "", {})
 
@@ -69,9 +69,9 @@ def has_runtime() -> bool:
     Raises:
         VersionError: torch_xla is installed together with another release of torch, or with torch_tpu.
     """
-    if version("torch_xla") is None:
+    if find_version("torch_xla") is None:
         return False
-    check_versions(*(version(name) for name in ("torch", *RUNTIMES)))
+    check_versions(*(find_version(name) for name in ("torch", *RUNTIMES)))
     return True
 
 
@@ -170,13 +170,13 @@ def is_tested(found: Mapping[str, str | None]) -> bool:
 def explain_untested(found: Mapping[str, str | None]) -> str:
     """Return the sentence that an installed compiler is untested."""
     here = ", ".join(f"{name} {found[name]}" for name in COMPILER)
-    runtime = runtime_of(found)
+    runtime = find_runtime(found)
     return f"tpufit is untested with the installed TPU compiler ({here}) and {runtime} {found[runtime]}"
 
 
 def explain_unknown_chip(found: Mapping[str, str | None], chip: str) -> str:
     """Return the sentence that the compiler of the installed runtime lacks a chip, which that of TorchTPU has."""
-    runtime = runtime_of(found)
+    runtime = find_runtime(found)
     return (
         f"the compiler that goes with {runtime} has no {chip}, which is newer. Run this preflight where TorchTPU is "
         f"installed: {_TPU}, in an environment without {runtime}"
@@ -188,17 +188,17 @@ def is_tested_libtpu(found: Mapping[str, str | None]) -> bool:
     return found.get("libtpu") in _find_tested(found)
 
 
-def command(found: Mapping[str, str | None], *names: str) -> str:
+def make_install_command(found: Mapping[str, str | None], *names: str) -> str:
     """Return the command that installs a compiler tested with the installed runtime, and keeps suitable packages.
 
     Without names it installs all packages that are missing or untested.
 
     Example:
-        >>> command({"torch_xla": "2.8.0", "libtpu": "0.0.17"})
+        >>> make_install_command({"torch_xla": "2.8.0", "libtpu": "0.0.17"})
         'pip install jax==0.7.2 jaxlib==0.7.2'
-        >>> command({"torch_xla": "2.8.0"}, "libtpu")
+        >>> make_install_command({"torch_xla": "2.8.0"}, "libtpu")
         'pip install libtpu==0.0.17'
-        >>> command({"torch_tpu": "0.2.0", "libtpu": "0.0.51"})
+        >>> make_install_command({"torch_tpu": "0.2.0", "libtpu": "0.0.51"})
         'pip install jax==0.10.2 jaxlib==0.10.2'
     """
     by_libtpu = _find_tested(found) or TRIED[NEWEST]

@@ -67,7 +67,7 @@ class Verification:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dict for JSON."""
-        chips = hardware.chips()
+        chips = hardware.find_chips()
         return {
             "date": self.date,
             "passed": self.passed,
@@ -78,14 +78,14 @@ class Verification:
                 "cores": self.device.cores,
                 "hosts": self.device.hosts,
                 "chips": [chip.name for chip in chips],
-                "place": hardware.place(),
-                "cpus": hardware.cpus(),
-                "memory": min(hardware.memory().values()),
+                "place": hardware.find_platform(),
+                "cpus": hardware.count_cpus(),
+                "memory": min(hardware.read_memory_limits().values()),
             },
             "versions": {
                 "python": ".".join(map(str, sys.version_info[:3])),
-                **{name: releases.version(name) for name in ("tpufit", "torch")},
-                **releases.compiler(),
+                **{name: releases.find_version(name) for name in ("tpufit", "torch")},
+                **releases.find_compiler_versions(),
             },
             "checks": [_as_dict(result) for result in self.results],
         }

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..callbacks import Diagnostics, TensorBoard
 from ..errors import PreflightError
 from ..model import Model
-from ..preflight.tpu_slices import SLICES, Slice, slice_with
+from ..preflight.tpu_slices import SLICES, Slice, find_slice_of_chips
 from ..runtime import memory_used, placement_on, to_device, to_host
-from ..utils.hardware import chips
+from ..utils.hardware import find_chips
 from . import nets
 from .check import Figure, Setting
 
@@ -40,11 +40,11 @@ _ROWS_ON_CPU = 8
 
 def slice_here() -> Slice | None:
     """Return this host's slice, or None if it isn't known; without chips, that of one v5e."""
-    found = chips()
+    found = find_chips()
     if not found:
         return SLICES["v5e-1"]
     # The PCI bus doesn't distinguish a v2 from a v3; the report names the predicted one.
-    return slice_with(found, sum(chip.devices for chip in found), SLICES["v3-8"].chip.memory)
+    return find_slice_of_chips(found, sum(chip.devices for chip in found), SLICES["v3-8"].chip.memory)
 
 
 class _Repeated:
@@ -72,7 +72,7 @@ def _build_model(name: str, large: bool, cores: int) -> tuple[Model, Tensor, Ten
 def predict_speed(setting: Setting) -> Iterator[Figure]:
     """Compile the steps of three nets for this host's TPU, before a process uses it."""
     began = perf_counter()
-    large = bool(chips())
+    large = bool(find_chips())
     tpu = slice_here()
     if tpu is None:
         yield Figure("preflight", "this TPU isn't known")

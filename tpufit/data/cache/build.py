@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ...errors import ArgumentError, CacheBusyError, CacheDiskFullError, CacheError, DataError
 from ...utils.files import DISK_FULL, Lock, LockedError, drop_drafts
-from ...utils.hardware import cpus
+from ...utils.hardware import count_cpus
 from ...utils.terminal import standard_output
 from ...utils.user_code import warn
 from .maker import Maker, isolated
@@ -120,7 +120,7 @@ def _progress_bar(rows: int, shown: bool) -> Iterator[Callable[[int], None]]:
 
 def _prepare_workers(maker: Maker, workers: Workers, files: int) -> tuple[int, bytes]:
     """Return the number of workers, and the pickled maker for them; 0 if this process does the work."""
-    count = min(cpus() if workers == "auto" else workers, files)
+    count = min(count_cpus() if workers == "auto" else workers, files)
     if count == 0 or (count == 1 and workers == "auto"):
         return 0, b""
     payload, obstacle = _pickle(maker)

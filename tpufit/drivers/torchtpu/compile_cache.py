@@ -90,7 +90,7 @@ def _name_of(text: str, core: int, cores: int) -> str:
         "text": _NAME.sub("module @main", text),
         "core": [core, cores],
         "device": sorted((key, str(value)) for key, value in names().device_attributes().items()),
-        "versions": {name: releases.version(name) for name in ("torch", "torch_tpu", "libtpu")},
+        "versions": {name: releases.find_version(name) for name in ("torch", "torch_tpu", "libtpu")},
         "plugin": _plugin(),
         "host": _host(),
         "environment": environment(),

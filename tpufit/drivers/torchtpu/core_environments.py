@@ -22,7 +22,7 @@ _ADDRESSES, _TOPOLOGY = "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"
 
 def count_cores() -> int:
     """Return the number of cores of this host's TPU; 0 without a TPU, where a plugin gives each process one core."""
-    return sum(chip.devices for chip in hardware.chips())
+    return sum(chip.devices for chip in hardware.find_chips())
 
 
 def count_requested(request: CoresRequest, there: int) -> int:
@@ -66,7 +66,7 @@ def choosing_core(index: int | None) -> dict[str, str]:
     """
     if index is None:
         return {}
-    if any(chip.devices > 1 for chip in hardware.chips()):
+    if any(chip.devices > 1 for chip in hardware.find_chips()):
         raise CoresError(
             f"cores=[{index}] was requested, but a chip of this TPU has several cores, and libtpu can only select "
             "chips. Pass cores=1 for the first core"

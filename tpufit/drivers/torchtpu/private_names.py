@@ -118,7 +118,7 @@ def names() -> Names:
         except (ImportError, AttributeError):
             missing.append(f"{module}.{name}")
     if missing:
-        here = releases.version("torch_tpu")
+        here = releases.find_version("torch_tpu")
         raise VersionError(
             f"tpufit was tested with torch_tpu {', '.join(TRIED)}, but {here} is installed, which has no {missing[0]}. "
             f"Run: pip install torch_tpu=={TRIED[-1]}"

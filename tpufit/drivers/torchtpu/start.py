@@ -38,7 +38,7 @@ def load() -> None:
         VersionError: tpufit doesn't support this release, or torch's.
         StartError: torch_tpu can't be imported, or there is neither a TPU nor another plugin.
     """
-    releases.check_versions(*(releases.version(name) for name in ("torch", *releases.RUNTIMES)))
+    releases.check_versions(*(releases.find_version(name) for name in ("torch", *releases.RUNTIMES)))
     # Check before torch_tpu's device is registered. After that, backward passes on the host start the device, and
     # libtpu searches the cloud for a TPU for minutes. When libtpu is imported, it sets the variable to its path.
     if platform() != "TPU" and os.path.basename(os.environ.get("TPU_LIBRARY_PATH", "")) in ("", "libtpu.so"):
@@ -63,9 +63,10 @@ def register_quietly() -> None:
                 with defer_interrupt(), defer_import(_INDUCTOR):
                     register_device()
         except (ImportError, RuntimeError, OSError, KeyError) as error:
+            own, torch_version = map(releases.find_version, ("torch_tpu", "torch"))
             raise StartError(
-                f"torch_tpu {releases.version('torch_tpu')} doesn't work with torch {releases.version('torch')}: "
-                f"{error!r}. Run: pip install torch_tpu=={TRIED[-1]}"
+                f"torch_tpu {own} doesn't work with torch {torch_version}: {error!r}. "
+                f"Run: pip install torch_tpu=={TRIED[-1]}"
             ) from error
         finally:
             if before is None:
@@ -93,7 +94,7 @@ def register_early() -> None:
 
 def platform() -> str:
     """Return the kind of device: `"TPU"`, or `"CPU"` without a TPU, for the plugin that TPU_LIBRARY_PATH names."""
-    return "TPU" if hardware.chips() else "CPU"
+    return "TPU" if hardware.find_chips() else "CPU"
 
 
 def start(request: CoresRequest, cores: CoresArgument, asked_by: str, interrupted: CoreGroup | None) -> OneCore:
@@ -118,7 +119,7 @@ def start(request: CoresRequest, cores: CoresArgument, asked_by: str, interrupte
             )
     if count == 1:
         with core_environments.setting_variables(
-            core_environments.choosing_core(request.index if hardware.chips() else None)
+            core_environments.choosing_core(request.index if hardware.find_chips() else None)
         ):
             start_core()
         return OneCore()
@@ -171,8 +172,8 @@ def start_core() -> None:
         names().device_attributes()
         names().synchronize_device(0, True)
     except RuntimeError as error:
-        held = hardware.holders()
-        who = f" The TPU is held by process {hardware.describe(held)}: end it." if held else ""
+        held = hardware.find_tpu_processes()
+        who = f" The TPU is held by process {hardware.describe_processes(held)}: end it." if held else ""
         raise StartError(f"torch_tpu did not start.{who}\ntorch_tpu says: {error}") from error
     add_operations(platform())
 

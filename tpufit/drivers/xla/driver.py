@@ -98,7 +98,7 @@ class XlaDriver(Driver):
         if not runtime.is_spmd():
             return str(xla()._xla_device_kind(str(torch_xla.device())))
         # torch_xla doesn't report the kind of several cores: they form one virtual device.
-        chips = hardware.chips() if runtime.device_type() == "TPU" else []
+        chips = hardware.find_chips() if runtime.device_type() == "TPU" else []
         return _KINDS.get(chips[0].name, chips[0].name) if chips else "cpu"
 
     def detach_forked_process(self) -> None:

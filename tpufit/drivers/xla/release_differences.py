@@ -45,17 +45,17 @@ def release() -> str:
     Raises:
         VersionError: torch and torch_xla aren't compatible, or aren't installed.
     """
-    return releases.check_versions(*(releases.version(name) for name in ("torch", *releases.RUNTIMES)))
+    return releases.check_versions(*(releases.find_version(name) for name in ("torch", *releases.RUNTIMES)))
 
 
 def warn_of_libtpu() -> None:
     """Warn before a TPU is started with a libtpu that may crash the process."""
-    compiler = releases.compiler()
+    compiler = releases.find_compiler_versions()
     if release() == "2.8" and compiler["libtpu"] is not None and not releases.is_tested_libtpu(compiler):
         warn(
             f"torch_xla {compiler['torch_xla']} was released for libtpu 0.0.17, and later versions are known to crash "
             f"the process; libtpu {compiler['libtpu']} is installed. If the process crashes now: "
-            f"{releases.command(compiler, 'libtpu')}"
+            f"{releases.make_install_command(compiler, 'libtpu')}"
         )
 
 

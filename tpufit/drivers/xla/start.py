@@ -89,7 +89,7 @@ def import_runtime() -> Any:
             with defer_import("torch_xla._dynamo.dynamo_bridge"):
                 importlib.import_module("torch_xla")
         except (KeyError, TypeError, OSError) as error:
-            if not hardware.chips():
+            if not hardware.find_chips():
                 raise
             raise translate_import(error) from error
         finally:

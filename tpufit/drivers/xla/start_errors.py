@@ -38,11 +38,11 @@ def translate_start(error: BaseException, platform: str | None, requested_device
         torch_xla says: libtpu not found
     """  # noqa: E501
     text = message_of(error)
-    holders = hardware.holders()
+    holders = hardware.find_tpu_processes()
     asks = f"PJRT_DEVICE={requested_device!r} requests a {platform}, but"
     if ("libtpu" in text and ("not found" in text or "cannot open" in text)) or "Failed to open" in text:
-        installed = {"torch_xla": releases.version("torch_xla")}
-        cure = f"On a TPU run: {releases.command(installed, 'libtpu')}; without a TPU unset PJRT_DEVICE"
+        installed = {"torch_xla": releases.find_version("torch_xla")}
+        cure = f"On a TPU run: {releases.make_install_command(installed, 'libtpu')}; without a TPU unset PJRT_DEVICE"
         message = f"{asks} its driver, libtpu, is not installed. {cure}"
     elif platform is None or "PJRT_DEVICE is not set" in text or "Missing XLA configuration" in text:
         message = "no device is chosen. Set PJRT_DEVICE=TPU (or CPU), and unset PJRT_SELECT_DEFAULT_DEVICE"
@@ -50,17 +50,17 @@ def translate_start(error: BaseException, platform: str | None, requested_device
         message = f"{asks} torch_xla supports only TPU and CPU here. Unset PJRT_DEVICE to use a TPU, if there is one"
     elif _BUSY.search(text) or _CLOSED.search(text):
         hidden = "a process of another user or in another container"
-        who = f"process {hardware.describe(holders)}" if holders else hidden
+        who = f"process {hardware.describe_processes(holders)}" if holders else hidden
         message = (
             f"the TPU is in use by {who}. End that process yourself, e.g. an old notebook kernel or run; tpufit kills "
             "no process. If no process uses the TPU, remove /tmp/libtpu_lockfile, or run as a user who may open "
             "/dev/accel* and /dev/vfio/*"
         )
         return DeviceBusyError(add_runtime_text(message, text))
-    elif platform == "TPU" and not hardware.chips():
+    elif platform == "TPU" and not hardware.find_chips():
         message = f"{asks} this host has no TPU chip on its PCI bus. Choose a TPU machine, or unset PJRT_DEVICE"
     else:
-        who = f" ({hardware.describe(holders)} has it open)" if holders else ""
+        who = f" ({hardware.describe_processes(holders)} has it open)" if holders else ""
         message = (
             f"the {platform} runtime of torch_xla did not start. If another process uses the TPU{who}, end it. If "
             f"there is no TPU, unset PJRT_DEVICE (now {requested_device!r}). For more checks, run python -m tpufit "

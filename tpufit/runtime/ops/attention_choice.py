@@ -78,7 +78,8 @@ def _obstacle(query: Tensor, dropout: float) -> str:
     """Say why the kernel can't compute an attention with any mask; "" if it can."""
     kind = kind_of(query.device)
     if find_spec("jax") is None:
-        return f"the kernel needs JAX, which isn't installed: {releases.command(releases.compiler(), 'jax', 'jaxlib')}"
+        cure = releases.make_install_command(releases.find_compiler_versions(), "jax", "jaxlib")
+        return f"the kernel needs JAX, which isn't installed: {cure}"
     if not _has_kernel(kind):
         return f"there is no kernel for a {kind}"
     if dropout:
@@ -93,7 +94,7 @@ def _obstacle(query: Tensor, dropout: float) -> str:
 def _disadvantage(query: Tensor, key: Tensor) -> str:
     """Say why plain attention is better, though the kernel could compute this one; "" if the kernel is better."""
     length = min(query.shape[-2], key.shape[-2])
-    compiler = releases.compiler()
+    compiler = releases.find_compiler_versions()
     if length < _MIN_LENGTH:
         return f"{length} positions are few"
     # A kernel that the compiler can't read would end the training.
