@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from ..optimizers import let_momentum_vary, rated_groups, scaled_rates, set_momentum
+from ..optimizers import find_rated_groups, let_momentum_vary, read_scaled_rates, set_momentum
 from .base import Logs, RateCallback
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class OneCycle(RateCallback):
                 "OneCycle(total_steps=...), or fit(steps_per_epoch=...)"
             )
         assert self.model.optimizer is not None
-        groups = rated_groups(self.model.optimizer)
-        rates = scaled_rates(self.model.optimizer)
+        groups = find_rated_groups(self.model.optimizer)
+        rates = read_scaled_rates(self.model.optimizer)
         peaks: Any = self.max_lr
         if peaks is None:
             peaks = rates
@@ -116,7 +116,7 @@ class OneCycle(RateCallback):
         cycle.last_epoch = min(self._position, cycle.total_steps - 1) - 1
         cycle.step()
         self._position += 1
-        for group, scheduled in zip(rated_groups(self.model.optimizer), cycle.optimizer.param_groups, strict=True):
+        for group, scheduled in zip(find_rated_groups(self.model.optimizer), cycle.optimizer.param_groups, strict=True):
             group["lr"] = float(scheduled["lr"])
             if self.cycle_momentum:
                 set_momentum(group, float(scheduled["momentum"]))

@@ -200,7 +200,7 @@ def place(cores: int) -> Placement:
     """The placement on this process's cores."""
     from tpufit import runtime
 
-    return runtime.placement_on(runtime.start(cores, "test"))
+    return runtime.make_placement(runtime.start(cores, "test"))
 
 
 _numbers = itertools.count()

@@ -193,7 +193,7 @@ def start(cores: int, plain: bool) -> tuple[Callable[[Tensor], Tensor], Within]:
     from tpufit import runtime
     from tpufit.runtime.ops.kernels import replace_kernels
 
-    placement = runtime.placement_on(runtime.start(cores, "the table of operations"))
+    placement = runtime.make_placement(runtime.start(cores, "the table of operations"))
     return lambda tensor: placement.send([tensor])[0], replace_kernels
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import tpufit
 from tpufit.callbacks import Callback
-from tpufit.runtime import counts, cure_for
+from tpufit.runtime import counts, find_cure
 
 pytestmark = pytest.mark.cores(1, 8, quick=False)
 
@@ -433,7 +433,7 @@ def test_state_in_attributes_is_traced_and_named(cores, kind, name, monkeypatch)
     (here, traced), (there, _) = run(), run(run_eagerly=True)
     assert here == pytest.approx(there, rel=1e-4, abs=1e-5)
     assert traced == f"{name}, a tensor that isn't a buffer, changed between two traces"
-    assert "register_buffer" in cure_for(traced)
+    assert "register_buffer" in find_cure(traced)
 
 
 class Doubles(nn.Module):

@@ -136,8 +136,8 @@ def test_backends_md_has_a_row_for_each_member_of_a_driver():
 
 def test_plain_pytorch_runs_the_body_each_time_and_keeps_its_seed():
     before, sums = torch.get_rng_state(), PassMetrics([], backend.HOST)
-    state = runtime.state_at(backend.HOST, [torch.zeros(2)])
-    program = runtime.program_at(backend.HOST, "train", state, sums)
+    state = runtime.make_state(backend.HOST, [torch.zeros(2)])
+    program = runtime.make_program(backend.HOST, "train", state, sums)
     assert (type(program), type(state)) == (eager.EagerProgram, eager.HostState)
 
     def body(inputs, seed):

@@ -31,7 +31,7 @@ def test_attention_in_bfloat16_trains_on_any_number_of_cores(cores):
     x = np.random.default_rng(0).normal(size=(16, 4, 16)).astype("float32")
     losses = model.fit(x, x[:, 0, :1], 16 // cores, 3, shuffle=False, verbose=0, cores=cores).history["loss"]
     assert losses[-1] < losses[0]
-    assert core_kind.kind_of(torch.device(driver().device_type)) == "cpu"
+    assert core_kind.find_kind(torch.device(driver().device_type)) == "cpu"
 
 
 @pytest.mark.cores(8, quick=True)
@@ -44,4 +44,4 @@ def test_several_cores_are_recognised_by_the_chips(cores, monkeypatch, number, k
     tpufit.runtime.start(cores, "the test")
     monkeypatch.setattr(torch_xla.runtime, "device_type", lambda: "TPU")
     monkeypatch.setattr(hardware, "find_chips", lambda: [CHIPS[number]] * 4)
-    assert core_kind.keeps_bfloat16(core_kind.kind_of(torch.device(driver().device_type))) is keeps
+    assert core_kind.keeps_bfloat16(core_kind.find_kind(torch.device(driver().device_type))) is keeps

@@ -338,7 +338,7 @@ READS = {
 @pytest.mark.runtime("torch_xla")
 @pytest.mark.parametrize("read", READS)
 def test_imaginary_parts_of_complex128_are_read(cores, read):
-    placement = runtime.placement_on(runtime.start(cores, "test"))
+    placement = runtime.make_placement(runtime.start(cores, "test"))
     values = torch.complex(images(2, 3), images(3, 2).T).to(torch.complex128)
     for value in (placement.send([values])[0], placement.send([values.to(torch.complex64)])[0].to(torch.complex128)):
         torch.testing.assert_close(READS[read](value), values, rtol=0, atol=0)
@@ -402,7 +402,7 @@ FREQUENCIES = {
 @pytest.mark.cores(1, 8)
 @pytest.mark.runtime("torch_xla")
 def test_gradients_of_fourier_transforms_equal_pytorchs(cores):
-    device = runtime.placement_on(runtime.start(cores, "test")).device
+    device = runtime.make_placement(runtime.start(cores, "test")).device
     for name, (function, x) in FREQUENCIES.items():
         for ours, pytorchs in zip(computed(function, [x.to(device)]), computed(function, [x]), strict=True):
             torch.testing.assert_close(
@@ -480,7 +480,7 @@ WITH_INFINITE = {
 @pytest.mark.cores(1, 8)
 @pytest.mark.runtime("torch_xla")
 def test_extremes_may_be_infinite(cores):
-    device = runtime.placement_on(runtime.start(cores, "test")).device
+    device = runtime.make_placement(runtime.start(cores, "test")).device
     for name, function in WITH_INFINITE.items():
         for x in (INFINITE, LEAST, LEAST.bfloat16()):
             ours, pytorchs = (tree_leaves(function(x.to(place))) for place in (device, "cpu"))
@@ -522,7 +522,7 @@ WITH_NAN = {
 @pytest.mark.cores(1, 8)
 @pytest.mark.runtime("torch_xla")
 def test_nan_is_where_pytorch_returns_it(cores):
-    device = runtime.placement_on(runtime.start(cores, "test")).device
+    device = runtime.make_placement(runtime.start(cores, "test")).device
     for name, function in WITH_NAN.items():
         for x in (NAN, NEGATIVE_NAN):
             ours, pytorchs = (tree_leaves(function(x.to(place))) for place in (device, "cpu"))
@@ -535,7 +535,7 @@ def test_nan_is_where_pytorch_returns_it(cores):
 @pytest.mark.cores(1)
 @pytest.mark.runtime("torch_xla")
 def test_exponential_of_a_matrix_in_bfloat16_is_exact(cores):  # PyTorch's own is NaN, or too large
-    device = runtime.placement_on(runtime.start(cores, "test")).device
+    device = runtime.make_placement(runtime.start(cores, "test")).device
     matrix = images(4, 4).mul(3).bfloat16()
     for one, exact in zip(*(computed(torch.matrix_exp, [x]) for x in (matrix.to(device), matrix.float())), strict=True):
         torch.testing.assert_close(one.cpu().float(), exact, rtol=2**-6, atol=2**-6 * float(exact.abs().max()))
@@ -544,7 +544,7 @@ def test_exponential_of_a_matrix_in_bfloat16_is_exact(cores):  # PyTorch's own i
 @pytest.mark.cores(1)
 @pytest.mark.runtime("torch_xla")
 def test_complex_determinants_equal_pytorchs(cores):  # which come from the host
-    device = runtime.placement_on(runtime.start(cores, "test")).device
+    device = runtime.make_placement(runtime.start(cores, "test")).device
     matrices = torch.complex(images(2, 3, 3), images(3, 3, 2).permute(2, 0, 1))
     ours, pytorchs = (
         computed(lambda z: parts(sum(torch.linalg.slogdet(z))), [matrices.to(place)]) for place in (device, "cpu")
@@ -556,7 +556,7 @@ def test_complex_determinants_equal_pytorchs(cores):  # which come from the host
 @pytest.mark.cores(1)
 @pytest.mark.runtime("torch_xla")
 def test_what_the_device_cant_compute_is_refused(cores):
-    device = runtime.placement_on(runtime.start(cores, "test")).device
+    device = runtime.make_placement(runtime.start(cores, "test")).device
     several = images(5, 5, 5).to(device)
     for function in (torch.linalg.svdvals, torch.svd, torch.linalg.pinv, lambda x: torch.norm(x, "nuc", dim=(1, 2))):
         with pytest.raises(RuntimeError, match=r"one matrix at a time.*\(5, 5, 5\)"):

@@ -11,7 +11,7 @@ import torch
 from tpufit.backend import Cores
 from tpufit.diagnostics import messages as advice
 from tpufit.errors import ArgumentError, CoresError, StartError, VersionError
-from tpufit.runtime import devices, placement_on
+from tpufit.runtime import devices, make_placement
 from tpufit.utils import releases
 from tpufit.utils.hardware import CHIPS
 
@@ -84,8 +84,8 @@ def test_a_cpu_has_the_requested_number_of_cores(monkeypatch, cores, virtual):
 @pytest.mark.parametrize("own", [[0, 1, 4, 5], [6, 2, 3, 7], range(8)])
 def test_a_hosts_devices_need_not_be_adjacent(monkeypatch, own):
     fake_torch_xla.install(monkeypatch, devices=8, own=own)
-    assert placement_on(Cores(8, 0, "TPU", "a test")).local_shards == tuple(sorted(own))
-    assert placement_on(Cores(1, 3, "TPU", "a test")).local_shards is None
+    assert make_placement(Cores(8, 0, "TPU", "a test")).local_shards == tuple(sorted(own))
+    assert make_placement(Cores(1, 3, "TPU", "a test")).local_shards is None
 
 
 def test_settled_cores_stay(monkeypatch):
@@ -225,7 +225,7 @@ def test_auto_is_a_gpu_without_a_tpu(monkeypatch, versions):
     assert (devices.platform(), devices.process_count(), devices.get_settled_cores()) == ("CUDA", 1, None)
     settled = start("auto")
     assert (settled.count, settled.index, settled.platform, str(settled)) == (1, 1, "CUDA", "1 GPU (cuda:1)")
-    assert placement_on(settled).device == torch.device("cuda:1")
+    assert make_placement(settled).device == torch.device("cuda:1")
     assert start(1) is settled and devices.count_available_cores(1) == 1 and fake.calls == []
     with pytest.raises(
         CoresError, match=r"8 cores were requested, but this process computes on 1 GPU \(cuda:1\), settled"

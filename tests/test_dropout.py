@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tpufit
-from tpufit.runtime import devices, placement_on
+from tpufit.runtime import devices, make_placement
 from tpufit.runtime.driver import driver
 from tpufit.runtime.ops.dropout import compute_keep_mask
 from tpufit.runtime.ops.kernels import replace_kernels
@@ -19,7 +19,7 @@ from tpufit.utils.random import step_seed
 
 
 def placement(cores):
-    return placement_on(devices.start(cores, "a test"))
+    return make_placement(devices.start(cores, "a test"))
 
 
 def device(cores):

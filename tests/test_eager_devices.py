@@ -34,7 +34,7 @@ Y = RNG.integers(0, 3, 40)
 def device(cores, monkeypatch):
     runtime.start(cores, "test")
     there = EagerPlacement(torch.device(driver().device_type, 0))
-    monkeypatch.setattr(engine, "placement_on", lambda cores, recorder: there)
+    monkeypatch.setattr(engine, "make_placement", lambda cores, recorder: there)
     # If a test has run a backward pass on the host before the device existed, autograd has no thread for the device.
     with torch.autograd.set_multithreading_enabled(False):
         yield there
@@ -133,7 +133,7 @@ def test_host_data_are_moved_to_the_module_and_back(device):
 
 
 def test_a_gpu_placement_doesnt_start_it():
-    place = runtime.placement_on(Cores(1, 2, "CUDA", "test"))
+    place = runtime.make_placement(Cores(1, 2, "CUDA", "test"))
     assert place == EagerPlacement(torch.device("cuda:2")) != HOST
     assert (place.eager, place.on_host, place.count, place.has_mesh) == (True, False, 1, False)
     assert str(Cores(1, 2, "CUDA", "test")) == "1 GPU (cuda:2)"

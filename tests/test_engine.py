@@ -9,7 +9,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.backend import HOST, Cores
 from tpufit.errors import ArgumentError
-from tpufit.runtime.aliases import is_shared_elsewhere, storage_of
+from tpufit.runtime.aliases import identify_storage, is_shared_elsewhere
 from tpufit.runtime.driver import driver
 from tpufit.step.engine import FitOptions
 from tpufit.step.runner import StepRunner
@@ -151,7 +151,7 @@ def test_new_state_makes_older_graphs_invalid(cores):
 
 def test_a_single_tensor_shares_no_memory(place):
     weight = torch.zeros(2, device=place.device)
-    storage_of(weight)  # newer releases of PyTorch count the reference that this makes
+    identify_storage(weight)  # newer releases of PyTorch count the reference that this makes
     assert not is_shared_elsewhere([weight])
     same = weight.detach()
     assert is_shared_elsewhere([weight]) and not is_shared_elsewhere([weight, same])

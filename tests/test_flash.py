@@ -75,9 +75,9 @@ def error_of(found, exact):
 
 def computed_by_kernel(cores, given, compute):
     """Return the results of a step that computes on the cores, with attention by the kernel."""
-    place = runtime.placement_on(runtime.start(cores, "test"))
-    state = runtime.state_at(place, [])
-    program = runtime.program_at(place, "predict", state, PassMetrics([], place), attention=AttentionForms("flash"))
+    place = runtime.make_placement(runtime.start(cores, "test"))
+    state = runtime.make_state(place, [])
+    program = runtime.make_program(place, "predict", state, PassMetrics([], place), attention=AttentionForms("flash"))
 
     def body(inputs, seed):
         seed(0)

@@ -87,7 +87,7 @@ def test_a_v3_has_plain_attention():
 def test_a_kernels_time_is_of_its_products_or_its_bytes():
     def cycles(tpu, **work):
         kernel = {"operations": 2 * 10**12, "width": 128, "nbytes": 10**6} | work
-        return find_slice(tpu).chip.cycles_of(KernelWork("a", **kernel))
+        return find_slice(tpu).chip.estimate_cycles(KernelWork("a", **kernel))
 
     chip = find_slice("v5e-8").chip
     assert cycles("v5e-8") == round(2e12 / chip.peak * chip.clock)

@@ -185,7 +185,7 @@ READS = {
     "read", [pytest.param(name, marks=pytest.mark.runtime("torch_xla") if "sync" in name else ()) for name in READS]
 )
 def test_a_read_tells_operands_of_one_shape_apart(cores, read):
-    placement = runtime.placement_on(runtime.start(cores, "test"))
+    placement = runtime.make_placement(runtime.start(cores, "test"))
     three, one = placement.send([torch.tensor([3.0]), torch.tensor([1.0])])
     placement.launch("transfer")
     found = [READS[read](top / (three - one)) for top in (three, one, three)]
@@ -215,7 +215,7 @@ def test_each_call_tells_layers_of_one_shape_apart(cores, call, jit_compile):
 @pytest.mark.runtime("torch_xla")
 @pytest.mark.usefixtures("compiles_anew")
 def test_a_graph_is_compiled_once_however_often_it_is_read(cores):
-    placement = runtime.placement_on(runtime.start(cores, "test"))
+    placement = runtime.make_placement(runtime.start(cores, "test"))
     a, b = placement.send([torch.ones(3), torch.ones(3)])
     before = driver().count_compiled()
     for _ in range(3):

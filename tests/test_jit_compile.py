@@ -37,7 +37,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(devices, "_means_gpu", lambda: True)  # PyTorch's optimizers call is_available too
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(engine, "placement_on", lambda cores, recorder: Gpu(torch.device("cpu")))
+    monkeypatch.setattr(engine, "make_placement", lambda cores, recorder: Gpu(torch.device("cpu")))
     counters.clear()
     yield
     torch.compiler.reset()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tpufit
-from tpufit.metrics.extra_metrics import best_class
+from tpufit.metrics.extra_metrics import find_best_class
 from tpufit.runtime.ops.kernels import replace_kernels
 from tpufit.runtime.ops.views import restore_rows, slice_base
 from tpufit.runtime.trace_context import tracing_with
@@ -611,8 +611,8 @@ def test_multihead_attention(name, options, batch_first):
 def test_the_best_class_is_argmax(shape, kind):
     scores = torch.randint(4, shape).float()  # with equal numbers
     with tracing_with(kind=kind):
-        assert torch.equal(best_class(scores), scores.argmax(1).int())
-        assert torch.equal(best_class(scores.bfloat16()), scores.argmax(1).int())
+        assert torch.equal(find_best_class(scores), scores.argmax(1).int())
+        assert torch.equal(find_best_class(scores.bfloat16()), scores.argmax(1).int())
 
 
 def test_one_hot():

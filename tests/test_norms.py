@@ -196,7 +196,7 @@ def one_step(name, rows, place, context):
 def test_a_step_equals_pytorchs_on_the_host(cores, name, rows):
     from contextlib import nullcontext
 
-    place = runtime.placement_on(runtime.start(cores, "test"))  # first: autograd looks up the existing devices once
+    place = runtime.make_placement(runtime.start(cores, "test"))  # first: autograd looks up the existing devices once
     expected = one_step(name, rows, HOST, nullcontext)
     result = one_step(name, rows, place, replace_kernels)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
@@ -208,7 +208,7 @@ def test_a_step_equals_pytorchs_on_the_host(cores, name, rows):
 @pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_equals_pytorchs_except_batch_norms_dtype(cores, inputs, weights):
     """Batch and instance norm keep their input's dtype, as in CUDA's autocast."""
-    place = runtime.placement_on(runtime.start(cores, "test"))
+    place = runtime.make_placement(runtime.start(cores, "test"))
     torch.manual_seed(0)
     x, w, b = torch.randn(13, 6, 4) * 3 + 2, torch.randn(6), torch.randn(6)
     parameters = [] if weights is None else [w.to(weights), b.to(weights)]
@@ -241,7 +241,7 @@ warnings.simplefilter("ignore")
 sys.path.insert(0, {tests!r})
 from test_norms import HOST, NETS, one_step, runtime, replace_kernels
 
-place = runtime.placement_on(runtime.start(8, "test"))
+place = runtime.make_placement(runtime.start(8, "test"))
 moves = {{}}
 for context in (replace_kernels, contextlib.nullcontext):
     for name in NETS:

@@ -137,7 +137,7 @@ def test_a_fit_counts_tokens_and_operations(cores, peak, joined):
 
 @pytest.mark.cores(1)
 def test_on_a_cpu_nothing_is_counted(cores, monkeypatch):
-    monkeypatch.setattr(operation_count, "operations_in", lambda *_: pytest.fail("it was counted"))
+    monkeypatch.setattr(operation_count, "count_operations", lambda *_: pytest.fail("it was counted"))
     model, x, y = text_model()
     model.fit(x, y, batch_size=16, epochs=2, verbose=0)
     assert model.speed(10.0) == {"tokens_per_second": 10 * 16 * 12}
@@ -175,15 +175,15 @@ def test_the_bar_and_tensorboard_show_speeds(cores, peak, tmp_path, capsys, monk
 @pytest.mark.cores(1)
 def test_the_peak_is_of_this_hosts_chips(cores, monkeypatch):
     here = tpufit.runtime.start(cores, "the test")
-    assert tpufit.runtime.placement_on(here).peak is None
+    assert tpufit.runtime.make_placement(here).peak is None
     for chip, each in (("0x0063", 197e12), ("0x006f", 918e12), ("0x0027", None), ("0x0076", 1153.5e12)):
         monkeypatch.setattr(placement, "platform", lambda: "TPU")
         monkeypatch.setattr(hardware, "find_chips", lambda chip=chip: [hardware.CHIPS[chip]])
-        assert tpufit.runtime.placement_on(here).peak == each
+        assert tpufit.runtime.make_placement(here).peak == each
 
 
 def test_a_kernels_declared_work_is_counted():
     name = "a/kernels[k=10/64/5/0;l=7/64/5/0]/l_1"
     call = f'custom-call(%q), custom_call_target="tpu_custom_call", metadata={{op_name="{name}"}}'
-    assert operation_count.operations_in(call) == 7 and operation_count.operations_in(call, cores=8) == 56
-    assert operation_count.operations_in(call.replace("kernels[", "others[")) == 0
+    assert operation_count.count_operations(call) == 7 and operation_count.count_operations(call, cores=8) == 56
+    assert operation_count.count_operations(call.replace("kernels[", "others[")) == 0

@@ -53,7 +53,7 @@ def test_rows_are_split_only_on_several_cores(place, cores):
 
 
 def test_placements_are_equal_if_they_share_tensors(place, cores):
-    assert place == runtime.placement_on(runtime.start(cores, "test")) and place != HOST
+    assert place == runtime.make_placement(runtime.start(cores, "test")) and place != HOST
     assert (place.count, place.hosts, place.on_host, place.has_mesh) == (cores, 1, False, cores > 1)
     assert place.local_shards == (None if cores == 1 else tuple(range(cores)))
     assert (HOST.count, HOST.hosts, HOST.on_host, HOST.has_mesh, HOST.local_shards) == (1, 1, True, False, None)
@@ -73,7 +73,7 @@ def test_a_different_layout_has_the_same_values(place):
         own = place.lay_out(inputs[0] + 1, Sharding.ROWS)
         return own, place.gather(own * 2)
 
-    program = runtime.program_at(place, "predict", runtime.state_at(place, []), PassMetrics([], place))
+    program = runtime.make_program(place, "predict", runtime.make_state(place, []), PassMetrics([], place))
     (x,) = place.send([torch.arange(24.0).reshape(12, 2)])
     rows, whole = runtime.to_host(program("key", [x], [0], body), "test")
     assert torch.equal(rows, torch.arange(24.0).reshape(12, 2) + 1) and torch.equal(whole, 2 * rows)
@@ -82,7 +82,7 @@ def test_a_different_layout_has_the_same_values(place):
 @pytest.mark.runtime("torch_xla")  # a preflight needs it
 def test_absent_cores_run_nothing(place, cores):
     recorder = Recorder()
-    absent = runtime.placement_on(place.cores, recorder)
+    absent = runtime.make_placement(place.cores, recorder)
     sent = absent.send([torch.empty(16, 2, device="meta"), torch.ones(3)], [Sharding.ROWS, Sharding.WHOLE])
     assert [tuple(tensor.shape) for tensor in sent] == [(16, 2), (3,)]
     assert absent.count == cores and absent.in_flight().add(sent[0], 1) is None

@@ -12,7 +12,7 @@ import tpufit
 from tpufit import runtime
 from tpufit.callbacks import OneCycle
 from tpufit.errors import BatchError, UnknownNameError
-from tpufit.optimizers import device_state
+from tpufit.optimizers import list_device_state
 from tpufit.step import precision
 from tpufit.utils.text import format_bytes
 
@@ -72,7 +72,7 @@ def test_formats_of_inputs_weights_and_loss(cores, name):
     assert lines[0].splitlines()[-1] == said
     shapes = {line.split()[0]: line.split()[2] for line in lines[0].splitlines()[1:] if line.startswith(" ")}
     assert shapes["last"].startswith("16x")  # the whole batch of the first step
-    kept = device_state(model.optimizer)  # with the step counter that the weights share, and its spare
+    kept = list_device_state(model.optimizer)  # with the step counter that the weights share, and its spare
     gradients, state = (format_bytes(sum(t.nbytes for t in tensors)) for tensors in (net.parameters(), kept))
     assert f"{gradients} gradients + {state} optimizer" in lines[0]
 

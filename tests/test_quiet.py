@@ -54,7 +54,7 @@ def test_the_users_xla_flags_prevail_over_those_for_cpus(run_python, flags, larg
     code = """
 import torch
 from tpufit import runtime
-place = runtime.placement_on(runtime.start(1, "a test"))
+place = runtime.make_placement(runtime.start(1, "a test"))
 print(place.send([torch.tensor([1.0, float("nan")])])[0].max().item())
 """
     ended = run_python(code, env={"XLA_FLAGS": flags})

@@ -124,5 +124,5 @@ def _program(function, place, role="predict"):
         seed(0)
         return function(*inputs)
 
-    program = runtime.program_at(place, role, runtime.state_at(place, []), PassMetrics([], place))
+    program = runtime.make_program(place, role, runtime.make_state(place, []), PassMetrics([], place))
     return partial(program, body=body)

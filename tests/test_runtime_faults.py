@@ -280,10 +280,10 @@ def test_a_batch_may_contain_objects(cores):
 @pytest.mark.cores(4, timeout=300)
 def test_a_mesh_that_does_not_fit(cores):
     from tpufit.backend import Cores, Sharding
-    from tpufit.runtime import placement_on, start, to_device
+    from tpufit.runtime import make_placement, start, to_device
 
     start(cores, "a test")
     with pytest.raises(
         CoresError, match="cores differ from the cores that tpufit has settled.*\n.*must match the global number"
     ):
-        to_device([torch.ones(8, 2)], placement_on(Cores(2, 0, "CPU", "a test")), Sharding.ROWS)
+        to_device([torch.ones(8, 2)], make_placement(Cores(2, 0, "CPU", "a test")), Sharding.ROWS)

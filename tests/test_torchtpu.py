@@ -169,7 +169,7 @@ MENDED = {
 @pytest.mark.parametrize("name", MENDED)
 @pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
 def test_values_and_gradients_equal_pytorchs(cores, name):
-    device = runtime.placement_on(runtime.start(cores, "test")).device
+    device = runtime.make_placement(runtime.start(cores, "test")).device
     found = []
     for place in ("cpu", device):
         x = torch.linspace(-2, 2, 24).reshape(2, 3, 4).to(place).requires_grad_()
@@ -182,7 +182,7 @@ def test_values_and_gradients_equal_pytorchs(cores, name):
 @pytest.mark.cores(1)
 @pytest.mark.parametrize("name", ["argmax", "kthvalue", "max", "min", "sort", "topk"])
 def test_nan_and_infinity_are_ordered_as_in_pytorch(cores, name):
-    device = runtime.placement_on(runtime.start(cores, "test")).device
+    device = runtime.make_placement(runtime.start(cores, "test")).device
     infinite = torch.tensor([[-math.inf] * 3, [math.inf] * 3, [-math.inf, 0.0, math.inf]])
     nan = torch.tensor([[1.0, math.nan, 3.0], [math.nan, 2.0, math.nan]])
     for x in (infinite,) if name in ("max", "min") else (infinite, nan):  # NaN in maxima depends on the plugin

@@ -133,8 +133,8 @@ def test_torchtpu_parses_the_program_of_flash_attention(run_python, tmp_path):
     x, y = torch.zeros(8, 1024, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
     facts, text = traced(Net(), "v5e-8", 1, how, x=x, y=y)
     Path("text").write_text(text)
-    from tpufit.runtime.kernel_work import work_in
-    print(sum(work.operations for work in map(work_in, text.splitlines()) if work))
+    from tpufit.runtime.kernel_work import find_kernel_work
+    print(sum(work.operations for work in map(find_kernel_work, text.splitlines()) if work))
     """
     ended = run_python(code, env={"TPU_LIBRARY_PATH": None})
     assert ended.returncode == 0, ended.stderr

@@ -282,7 +282,7 @@ def test_a_tensor_that_stays_on_the_device_is_detected(cores, tmp_path, monkeypa
     here, kept, compiled = setting(cores, tmp_path), [], nets.compile_model
 
     def leaking(task, net, **options):
-        place = tpufit.runtime.placement_on(here.cores)
+        place = tpufit.runtime.make_placement(here.cores)
         kept.append(tpufit.runtime.to_device([torch.zeros(4)], place))
         return compiled(task, net, **options)
 

@@ -70,11 +70,11 @@ def test_the_same_training(cores, monkeypatch, options):
 
 
 def test_the_device_has_outputs_last_and_the_user_first(cores, packs):
-    place = runtime.placement_on(runtime.start(cores, "a test"))
+    place = runtime.make_placement(runtime.start(cores, "a test"))
     shapes = (8, 3, 1, 1), (8, 6, 3, 2), (8, 3, 1), (9, 8, 3, 4, 5), (8, 3, 3, 3), (8, 1, 3, 3), (8, 3), (8,)
     host = [torch.randn(shape) for shape in shapes]
     tensors = runtime.to_device(host, place)
-    state = runtime.state_at(place, tensors)
+    state = runtime.make_state(place, tensors)
     for _ in range(2):
         state.hold()
         assert [tuple(value.shape) for value in state.values] == [

@@ -46,7 +46,7 @@ from .errors import (
 )
 from .hosts import is_first
 from .losses import LossArgument, LossByOutput, LossWeightsArgument, SharedLoss
-from .metrics import MetricsArgument, metrics_in
+from .metrics import MetricsArgument, find_metrics
 from .optimizers import ExcludeArgument, GroupConfig, OptimizerArgument
 from .runtime import copy_into, copy_to_host, fetch, get_settled_cores, platform, tracing
 from .step import (
@@ -904,7 +904,7 @@ class Model(StepMethods):
 
         Source: `keras.Model.metrics`.
         """
-        return [*self._engine.config.metrics, *metrics_in(vars(self)).values()]
+        return [*self._engine.config.metrics, *find_metrics(vars(self)).values()]
 
     @property
     def metrics_names(self) -> list[str]:
@@ -920,7 +920,7 @@ class Model(StepMethods):
         """
         loss = self._engine.config.loss
         parts = loss.names if isinstance(loss, (LossByOutput, SharedLoss)) else []
-        tracked = metrics_in(vars(self))
+        tracked = find_metrics(vars(self))
         return ["loss", *parts, *(metric.name for metric in self._engine.config.metrics), *tracked]
 
     @in_turn()
@@ -1489,7 +1489,7 @@ class Model(StepMethods):
         plain = name.removeprefix("val_")
         if plain == "loss":
             return False
-        directions = {name: metric.higher_is_better for name, metric in metrics_in(vars(self)).items()}
+        directions = {name: metric.higher_is_better for name, metric in find_metrics(vars(self)).items()}
         directions |= {metric.name: metric.higher_is_better for metric in self._engine.config.metrics}
         return directions.get(plain)
 

@@ -41,8 +41,8 @@ net = GPT2(width={width}, depth=12)
 x = torch.randint(1000, (2, 32))
 """
 SENT = """
-from tpufit.runtime import placement_on, start, to_device, to_host
-place = placement_on(start({cores}, "a benchmark"))
+from tpufit.runtime import make_placement, start, to_device, to_host
+place = make_placement(start({cores}, "a benchmark"))
 state = [p.detach() for p in net.parameters() for _ in range(3)]
 sent = to_device([*state, x, x], place)
 to_host(sent[-1:], "the last")

@@ -6,7 +6,7 @@ It has 32,768 words, and an untied head.
     python tests/benchmarks/long_texts.py --only "4096, flash"    # rows with this in their name
 
 Each row is stored in results/long_texts.json when it is known. tpufit estimates the time of kernels, see
-`TPU.cycles_of`.
+`TPU.estimate_cycles`.
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ import torch
 import tpufit
 from tpufit.backend import Sharding
 from tpufit.hosts import all_reduce_max, note_place
-from tpufit.runtime import placement_on, send_rows, get_settled_cores, to_device
+from tpufit.runtime import make_placement, send_rows, get_settled_cores, to_device
 from tpufit.runtime.pending_tensors import wait
 
 tpufit.init()
-placement = placement_on(get_settled_cores())
+placement = make_placement(get_settled_cores())
 me, shards = tpufit.process_index(), placement.local_shards
 
 def median(call, times=300):

@@ -128,7 +128,7 @@ def a_cached_dataset():
 def batches_of_each_hosts_own():
     # A global batch has the cores' rows in order. Each host passes the rows of its own cores.
     model, cores = compiled(), tpufit.runtime.get_settled_cores().count
-    shards = tpufit.runtime.placement_on(tpufit.runtime.get_settled_cores()).local_shards
+    shards = tpufit.runtime.make_placement(tpufit.runtime.get_settled_cores()).local_shards
     batches = [(X[i : i + 2], Y[i : i + 2]) for i in range(0, 4 * cores, 2)]
     own = [batch for i, batch in enumerate(batches) if i % cores in shards]
     return result(model, model.fit(PerHost(own), epochs=2, verbose=0))
@@ -176,7 +176,7 @@ def single_batches():
 reads, whole, own = [], [], []
 tpufit.init()
 results = {function.__name__: function() for function in SCENARIOS}
-shards = tpufit.runtime.placement_on(tpufit.runtime.get_settled_cores()).local_shards
+shards = tpufit.runtime.make_placement(tpufit.runtime.get_settled_cores()).local_shards
 torch.save(
     {"results": results, "reads": reads, "whole": whole, "own": own, "shards": shards},
     f"results{tpufit.process_index()}.pt",

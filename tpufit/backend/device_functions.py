@@ -68,7 +68,7 @@ class Backend(Protocol):
     def versions(self) -> dict[str, str]:
         """Return the installed versions that the last digits of a training depend on."""
 
-    def message_of(self, error: BaseException) -> str:
+    def extract_message(self, error: BaseException) -> str:
         """Return the text of a runtime's error for users."""
 
     # Hosts
@@ -90,7 +90,7 @@ class Backend(Protocol):
     def gather_rows(self, nest: Any, placement: Placement) -> Any:
         """Return the same values whole on every core, so that each host can read them."""
 
-    def value_of(self, tensor: Tensor, placement: Placement) -> Tensor | None:
+    def read_value(self, tensor: Tensor, placement: Placement) -> Tensor | None:
         """Return the value of a computed tensor on the host; None for a pending tensor, as in a step's trace."""
 
     def fetch_rows(self, nest: Any, mine: Sequence[int], reason: str) -> Any:
@@ -145,10 +145,10 @@ class Backend(Protocol):
 
     # Steps
 
-    def placement_on(self, cores: Cores, recorder: Any = ...) -> Placement:
+    def make_placement(self, cores: Cores, recorder: Any = ...) -> Placement:
         """Return the placement of steps on cores, or on a recorder that stands in for absent cores."""
 
-    def state_at(
+    def make_state(
         self,
         placement: Placement,
         tensors: Iterable[Tensor],
@@ -157,7 +157,7 @@ class Backend(Protocol):
     ) -> DeviceState:
         """Return the state of tensors at a placement."""
 
-    def program_at(
+    def make_program(
         self,
         placement: Placement,
         role: str,
@@ -199,13 +199,13 @@ class Backend(Protocol):
     def counts(self) -> Counts:
         """Return the current counters."""
 
-    def live_tensors(self) -> int:
+    def count_live_tensors(self) -> int:
         """Return the number of tensors on the device."""
 
     def metrics_report(self) -> str:
         """Return the runtime's own report."""
 
-    def cure_for(self, cause: str) -> str:
+    def find_cure(self, cause: str) -> str:
         """Return the cure for what prevents a step from being replayed."""
 
     def explain_slowness(self, role: str, cause: str, eagerly: bool) -> str:
@@ -223,7 +223,7 @@ class Backend(Protocol):
     def repeats_bits(self, device: torch.device) -> bool:
         """True if a device gives the same bits when it computes a value twice."""
 
-    def work_in(self, line: str) -> Any:
+    def find_kernel_work(self, line: str) -> Any:
         """Return the work of the kernel that a line of a program calls; None if it calls no marked kernel."""
 
     def tracing_for(self, kind: str) -> Any:

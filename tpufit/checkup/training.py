@@ -11,7 +11,7 @@ from torch import nn
 
 from ..backend import Placement
 from ..model import Model
-from ..runtime import device_memory, placement_on, platform, start, to_device, to_host
+from ..runtime import device_memory, make_placement, platform, start, to_device, to_host
 from .trial import ALL, Trial
 
 _VIRTUAL = 8
@@ -38,7 +38,7 @@ def train(cores: int) -> Trial:
     began = perf_counter()
     model.fit(x, y, _ROWS, epochs=_STEPS, verbose=0)
     step = (perf_counter() - began) / _STEPS
-    return Trial(cores, str(now), first, step, _measure_bandwidth(placement_on(now)), device_memory())
+    return Trial(cores, str(now), first, step, _measure_bandwidth(make_placement(now)), device_memory())
 
 
 def _measure_bandwidth(place: Placement) -> float:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ..errors import BatchError, DataError
 from ..utils.user_code import warn
-from .batches import fields, has_parts, list_tensors, require_dense
+from .batches import has_parts, list_tensors, name_parts, require_dense
 from .to_tensors import as_tensors
 
 # The parts of several batches at the same position in the nest, which differ in their rows only.
@@ -249,4 +249,6 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 def _describe_uneven_batch(parts: Sequence[Any], counts: Sequence[Sequence[int]]) -> str:
     """Describe the first batch whose tensors have different numbers of rows."""
-    return list_tensors(fields(next(part for i, part in enumerate(parts) if len({count[i] for count in counts}) > 1)))
+    return list_tensors(
+        name_parts(next(part for i, part in enumerate(parts) if len({count[i] for count in counts}) > 1))
+    )

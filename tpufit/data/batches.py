@@ -118,7 +118,7 @@ def select_rows(tensor: Tensor, rows: slice | np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(bits.take(rows, 0, mode="clip")).view(tensor.dtype)
 
 
-def fields(batch: Any) -> dict[str, Any]:
+def name_parts(batch: Any) -> dict[str, Any]:
     """Return a batch's parts by name: x, y and sample_weight if the batch is a tuple of them, else the batch."""
     parts = ("x", "y", "sample_weight")
     usual = has_parts(batch) and 1 <= len(batch) <= len(parts)
@@ -134,11 +134,11 @@ def list_tensors(parts: Mapping[str, Any]) -> str:
         'x[0]: float32 (4, 3), x[1]: float32 (4,), y: int64 (2,)'
     """
     return ", ".join(
-        f"{name}: {dtype_name(tensor.dtype)} {tuple(tensor.shape)}" for name, tensor in tensors_of(parts).items()
+        f"{name}: {dtype_name(tensor.dtype)} {tuple(tensor.shape)}" for name, tensor in collect_tensors(parts).items()
     )
 
 
-def tensors_of(parts: Mapping[str, Any]) -> dict[str, Tensor]:
+def collect_tensors(parts: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of named parts by their paths, e.g. `"x[0]"`."""
     return {
         name + keystr(path): leaf

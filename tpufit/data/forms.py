@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..errors import DataError, join_few, say_count
 from ..utils.random import RNGState
-from .batches import fields, has_parts, list_tensors
+from .batches import has_parts, list_tensors, name_parts
 from .to_tensors import as_tensors, holds_numbers, is_leaf, to_host_tensor
 
 # The keys of the targets in a data set's dicts.
@@ -90,7 +90,7 @@ def is_sample(item: Any) -> bool:
     Decided by shapes: targets without dimensions, only single numbers, or a vector whose target has another length.
     """
     item = as_tensors(item)
-    parts = fields(item)
+    parts = name_parts(item)
     x: Any = parts.get("x", item)
     y: Any = parts.get("y")
     if y is None and isinstance(x, Mapping):
@@ -117,7 +117,7 @@ def require_batch(item: Any, data: Any, name: str) -> None:
     if not is_sample(item):
         return
     item = as_tensors(item)
-    shapes = list_tensors(fields(item) if has_parts(item) else {"x": item})
+    shapes = list_tensors(name_parts(item) if has_parts(item) else {"x": item})
     if isinstance(data, DataLoader):
         cure = "The DataLoader has batch_size=None: give it a batch_size"
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..utils.user_code import warn
-from .batches import fields, is_flat, tensors_of
+from .batches import collect_tensors, is_flat, name_parts
 from .per_host import LocalBatch
 
 _NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
@@ -44,7 +44,7 @@ class NaNWatch:
         if not any(_has_nan(leaf) for leaf in leaves):
             return
         self.finished = True
-        path, tensor = next((path, leaf) for path, leaf in tensors_of(fields(batch)).items() if _has_nan(leaf))
+        path, tensor = next((path, leaf) for path, leaf in collect_tensors(name_parts(batch)).items() if _has_nan(leaf))
         row = int(tensor.isnan().nonzero()[0, 0]) if tensor.dim() else 0
         if path.startswith("x"):
             path = self._name + path[1:]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import join_few
-from ..runtime import cure_for, explain_slowness
+from ..runtime import explain_slowness, find_cure
 from ..utils.counters import Compiled, Counts
 from ..utils.text import render
 from . import messages as advice
@@ -163,7 +163,7 @@ hundredth batch, or in on_epoch_end']
         compiled = {role: [each.cause for each in counts.compiled if each.role == role] for role in roles}
         sentences = [
             *(explain_slowness(role, cause, role in self.eager) for role, cause in traced.items()),
-            *(advice.report_fallback(what, counts.fallbacks[what], line, cure_for(what)) for what, line in on_host),
+            *(advice.report_fallback(what, counts.fallbacks[what], line, find_cure(what)) for what, line in on_host),
             advice.report_reads(reads, counts.host_reads) if reads else None,
             None if counts.lines or traced else advice.report_reads_elsewhere(counts.host_reads, self.steps),
             *(advice.report_compilations(role, causes) for role, causes in compiled.items()),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DeviceLostError, HostError, StateLostError
-from .heartbeat import Heartbeat, silence_limit
+from .heartbeat import Heartbeat, read_silence_limit
 
 # How many times longer a host waits for a live host than for a silent one: the live host may be reading slow data, or
 # writing a large checkpoint.
@@ -39,7 +39,7 @@ class Group:
         self.index = index
         self.count = count
         self._gloo: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore("tpufit/gloo", store), index, count, timedelta(seconds=_PATIENCE * silence_limit())
+            dist.PrefixStore("tpufit/gloo", store), index, count, timedelta(seconds=_PATIENCE * read_silence_limit())
         )
         self.heartbeat = Heartbeat(index, count, store, address)
         self._depth = 0

@@ -22,7 +22,7 @@ _SILENCE = 60.0  # seconds of silence after which a host counts as gone: a proce
 _GRACE = 5.0  # seconds for the main thread to raise an error by itself, once a host is gone
 
 
-def silence_limit() -> float:
+def read_silence_limit() -> float:
     """Return the seconds of silence after which a host counts as gone: `TPUFIT_HOST_TIMEOUT`, or 60."""
     return float(os.environ.get("TPUFIT_HOST_TIMEOUT", _SILENCE))
 
@@ -103,8 +103,8 @@ class Heartbeat:
             for connection in ready:
                 self._receive(connection)
             for connection, peer in list(self._peers.items()):
-                if monotonic() - peer.heard_at > silence_limit():
-                    self._lose(connection, f"has sent no heartbeat for {silence_limit():g} s")
+                if monotonic() - peer.heard_at > read_silence_limit():
+                    self._lose(connection, f"has sent no heartbeat for {read_silence_limit():g} s")
             if not self.gone:
                 continue
             lost_at = monotonic() if lost_at is None else lost_at

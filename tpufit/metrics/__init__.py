@@ -10,4 +10,4 @@ from .dataset_metric import DatasetMetric
 from .lazy_logs import LazyLogs
 from .pass_metrics import PassMetrics, find_first_bad
 from .torchmetrics_classes import is_collection, is_metric
-from .tracked_metric import TrackedMetric, metrics_in
+from .tracked_metric import TrackedMetric, find_metrics

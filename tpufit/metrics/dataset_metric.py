@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from ..errors import ArgumentError, DataError
 from ..losses import Output, describe_nest, output_name, pick
 from .sum_table import SumTable
-from .torchmetrics_classes import is_metric, snake_case
+from .torchmetrics_classes import is_metric, to_snake_case
 
 
 class DatasetMetric:
@@ -56,7 +56,7 @@ class DatasetMetric:
         self.higher_is_better = higher_is_better
         if is_metric(function):
             metric = function.clone()
-            self.name = snake_case(type(function).__name__)
+            self.name = to_snake_case(type(function).__name__)
             self.higher_is_better = function.higher_is_better if higher_is_better is None else higher_is_better
 
             def value(predictions: Any, targets: Any) -> Any:

@@ -124,7 +124,7 @@ class RowMean(WeightedMean):
         self.weight = self.weight + weights.reshape(len(values), -1).mean(1).sum()
 
 
-def by_class(kind: type[MulticlassStatScores]) -> type[MulticlassStatScores]:
+def make_per_class(kind: type[MulticlassStatScores]) -> type[MulticlassStatScores]:
     """Make a variant of a torchmetrics class that counts for each class, and ignores labels by weights of 0.
 
     torchmetrics' classes (1.9) select the labels that count, and on XLA need memory for each row and pair of classes.
@@ -206,14 +206,14 @@ def is_correct(y_pred: Tensor, y: Tensor) -> Tensor:
     return to_two_classes(y_pred) == y
 
 
-def best_class(scores: Tensor) -> Tensor:
+def find_best_class(scores: Tensor) -> Tensor:
     """Find the class (dimension 1) of the highest score, the first among equal scores, in 32 bits.
 
     On a TPU, XLA fuses it with the loss of the same logits, which `argmax` would read again. On other devices scores
     and their maximum may be rounded differently, so that no score would equal the maximum.
 
     Example:
-        >>> best_class(torch.tensor([[0.1, 0.7, 0.7], [0.9, 0.0, 0.1]])).tolist()
+        >>> find_best_class(torch.tensor([[0.1, 0.7, 0.7], [0.9, 0.0, 0.1]])).tolist()
         [1, 0]
     """
     if not repeats_bits(scores.device):
@@ -251,6 +251,6 @@ def to_two_classes(y_pred: Tensor) -> Tensor:
     return y_pred
 
 
-def cosine(y_pred: Tensor, y: Tensor) -> Tensor:
+def compute_cosine(y_pred: Tensor, y: Tensor) -> Tensor:
     """Compute the cosine similarity of outputs and targets along the last dimension."""
     return F.cosine_similarity(y_pred, y, -1) if y.dim() > 1 else y_pred.sign() * y.sign()

@@ -23,7 +23,7 @@ from ..utils.user_code import warn
 from .extra_metrics import RowMean
 from .metric_names import TABLE, MetricName
 from .sum_table import SumTable
-from .torchmetrics_classes import MetricArgument, snake_case
+from .torchmetrics_classes import MetricArgument, to_snake_case
 
 # The largest number of elements of a tensor in the trial of a metric.
 _CHECKED_ELEMENTS = 1 << 24
@@ -72,7 +72,7 @@ class Metric:
         elif isinstance(metric, torchmetrics.Metric):
             weight = _find_weight_argument(metric) if weighted else ""
             self._device_metric = DeviceMetric(metric.clone(), weight)
-            default_name = snake_case(type(metric).__name__)
+            default_name = to_snake_case(type(metric).__name__)
             takes_weights = bool(weight)
             self.higher_is_better = metric.higher_is_better
         elif callable(metric) and not isinstance(metric, type):

@@ -19,11 +19,11 @@ from .extra_metrics import (
     ConfusionMatrix,
     MeanIoU,
     WeightedMean,
-    best_class,
-    by_class,
-    cosine,
+    compute_cosine,
+    find_best_class,
     is_correct,
     is_in_top,
+    make_per_class,
     to_two_classes,
 )
 from .keras_names import NEAREST
@@ -61,7 +61,7 @@ def _mean(value: Callable[[Tensor, Tensor], Tensor], alias: str = "", rises: boo
 
 
 def _mean_iou(num_classes: int) -> torchmetrics.Metric:
-    return by_class(MeanIoU)(num_classes=num_classes, average="macro")
+    return make_per_class(MeanIoU)(num_classes=num_classes, average="macro")
 
 
 _l1 = partial(F.l1_loss, reduction="none")
@@ -72,21 +72,21 @@ TABLE = {
     "binary_accuracy": _accuracy(targets="elements"),
     "categorical_accuracy": _accuracy(targets="one-hot"),
     "confusion_matrix": _two(of_classes=ConfusionMatrix, higher_is_better=None),
-    "cosine_similarity": _mean(cosine, rises=True),
-    "f1_score": _counts(torchmetrics.F1Score, alias="f1", of_classes=by_class(classification.MulticlassF1Score)),
+    "cosine_similarity": _mean(compute_cosine, rises=True),
+    "f1_score": _counts(torchmetrics.F1Score, alias="f1", of_classes=make_per_class(classification.MulticlassF1Score)),
     "log_cosh_error": _mean(log_cosh, "log_cosh"),
     "mean_absolute_error": _error(torchmetrics.MeanAbsoluteError, alias="mae", value=_l1),
     "mean_absolute_percentage_error": _mean(percentage_error, "mape"),
     "mean_iou": _two(alias="mean_io_u", of_classes=_mean_iou),
     "mean_squared_error": _error(torchmetrics.MeanSquaredError, alias="mse", value=_l2),
     "mean_squared_logarithmic_error": _mean(squared_log_error, "msle"),
-    "precision": _counts(torchmetrics.Precision, of_classes=by_class(classification.MulticlassPrecision)),
+    "precision": _counts(torchmetrics.Precision, of_classes=make_per_class(classification.MulticlassPrecision)),
     "r2_score": NamedMetric(torchmetrics.R2Score, by_task=False),
-    "recall": _counts(torchmetrics.Recall, of_classes=by_class(classification.MulticlassRecall)),
+    "recall": _counts(torchmetrics.Recall, of_classes=make_per_class(classification.MulticlassRecall)),
     "root_mean_squared_error": _error(partial(torchmetrics.MeanSquaredError, squared=False), alias="rmse"),
     "sparse_categorical_accuracy": _accuracy(targets="classes"),
     "sparse_top_k_categorical_accuracy": _in_top_5(targets="classes"),
-    "specificity": _counts(torchmetrics.Specificity, of_classes=by_class(classification.MulticlassSpecificity)),
+    "specificity": _counts(torchmetrics.Specificity, of_classes=make_per_class(classification.MulticlassSpecificity)),
     "top_k_categorical_accuracy": _in_top_5(targets="one-hot"),
 }
 _ROWS = TABLE | {row.alias: row for row in TABLE.values() if row.alias}
@@ -204,7 +204,7 @@ class MetricName:
             return y_pred, y
         # Only the best class is kept, because the gathered logits of a language model would be huge.
         fits = not y.is_floating_point() and abs(self._ignored or 0) < torch.iinfo(COUNTS).max
-        return best_class(y_pred), y.to(COUNTS) if fits else y
+        return find_best_class(y_pred), y.to(COUNTS) if fits else y
 
     def mask_ignored(self, y: Tensor) -> Tensor | None:
         """Return a mask that is False at ignored labels, if weights of 0 leave them out; None for probabilities."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Placement
-from ..runtime import to_device, value_of
+from ..runtime import read_value, to_device
 
 # The owner of a sum (the name of a mean, or the slot of a metric), and the sum's name.
 Key = tuple[str | int | None, str]
@@ -62,7 +62,7 @@ class SumTable:
     def find_host_value(self, tensor: Tensor) -> Tensor | None:
         """Return the value of a tensor of the batch on the host; None for a tensor that the step computes."""
         whole, part = self.parts.get(tensor, (tensor, None))
-        value = value_of(whole, self.placement)
+        value = read_value(whole, self.placement)
         return value if value is None or part is None else value[part]
 
     def reset(self) -> None:

@@ -23,11 +23,11 @@ def is_collection(value: Any) -> TypeGuard[torchmetrics.MetricCollection]:
     return isinstance(value, getattr(sys.modules.get("torchmetrics"), "MetricCollection", ()))
 
 
-def snake_case(name: str) -> str:
+def to_snake_case(name: str) -> str:
     """Return the name of a class's log.
 
     Example:
-        >>> snake_case("MulticlassAUROC")
+        >>> to_snake_case("MulticlassAUROC")
         'multiclass_auroc'
     """
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torchmetrics
 
 
-def metrics_in(attributes: Mapping[str, Any]) -> dict[str, torchmetrics.Metric]:
+def find_metrics(attributes: Mapping[str, Any]) -> dict[str, torchmetrics.Metric]:
     """Find the torchmetrics objects among a model's attributes and in its collections, by the names of their logs.
 
     A collection names its metrics; if a name is taken, the collection's name and `_` are put before it.
@@ -29,7 +29,7 @@ def metrics_in(attributes: Mapping[str, Any]) -> dict[str, torchmetrics.Metric]:
         >>> import torchmetrics
         >>> rows = torchmetrics.SumMetric()
         >>> scores = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError()], prefix="own_")
-        >>> list(metrics_in({"rows": rows, "scores": scores, "others": scores.clone(), "net": None}))
+        >>> list(find_metrics({"rows": rows, "scores": scores, "others": scores.clone(), "net": None}))
         ['rows', 'own_MeanSquaredError', 'others_own_MeanSquaredError']
     """
     metrics = {name: value for name, value in attributes.items() if is_metric(value)}

@@ -7,8 +7,8 @@ from .build import (
     build,
     clear_state,
     create_state,
-    device_state,
     drop_gradients,
+    list_device_state,
     list_parameters,
     share_counters,
     step_counts,
@@ -19,16 +19,16 @@ from .gradients import GradientConfig
 from .group_numbers import Attached, GroupNumbers
 from .group_options import has_inputs, let_momentum_vary, list_constants, list_numbers, set_momentum
 from .host_counters import HostCounters
-from .inner_optimizers import find_rated, optimizers_in, rated_groups
+from .inner_optimizers import find_optimizers, find_rated, find_rated_groups
 from .learning_rates import (
     begin_from_peak,
     group_rates,
     list_rates,
     note_scheduled,
+    read_scaled_rates,
     require_optimizer,
     require_rates,
     scale_rates,
-    scaled_rates,
     set_rate,
 )
 from .parameter_groups import ExcludeArgument, GroupConfig

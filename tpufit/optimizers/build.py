@@ -156,7 +156,7 @@ def create_state(optimizer: Optimizer) -> None:
 _COUNTS = ("step", "mu_product", "eta", "mu")
 
 
-def device_state(optimizer: Optimizer) -> list[Tensor]:
+def list_device_state(optimizer: Optimizer) -> list[Tensor]:
     """Return the tensors of the optimizer's state that belong on the device.
 
     If the optimizer can't count on the device, its step counters stay on the host, where reading them costs nothing.

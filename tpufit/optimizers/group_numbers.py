@@ -20,7 +20,7 @@ from ..backend import Placement
 from ..errors import ArgumentError
 from ..runtime import to_device
 from .device_rates import DeviceRates
-from .group_options import Options, constants_in, has_inputs, inputs_in, is_numeric, let_vary, runs_numbers
+from .group_options import Options, find_constants, find_inputs, has_inputs, is_numeric, let_vary, runs_numbers
 from .traced_number import Traced
 
 # Where a number is: the step, the optimizer, the group, the option, and the position in an option of several numbers.
@@ -170,12 +170,12 @@ class GroupNumbers:
         if not joined:
             self._steps = []
         for optimizer, _ in attached:
-            constants = [constants_in(group) for group in optimizer.param_groups]
+            constants = [find_constants(group) for group in optimizer.param_groups]
             before = self._constants.get(optimizer)
             if before is not None and before != constants:
                 for at, (old, new) in enumerate(zip(before, constants, strict=False)):
                     self._note_changes(optimizer, at, old, new, joined)
-                constants = [constants_in(group) for group in optimizer.param_groups]
+                constants = [find_constants(group) for group in optimizer.param_groups]
             self._constants[optimizer] = constants
         self._steps.append(_read_inputs(attached))
 
@@ -249,7 +249,7 @@ class GroupNumbers:
         self._first = len(inputs) - len(self._sent)
         trace.enter = self._enter
         groups = [
-            (i, j, group, [*inputs_in(group), *(["lr"] if runs_numbers(optimizer) else [])])
+            (i, j, group, [*find_inputs(group), *(["lr"] if runs_numbers(optimizer) else [])])
             for i, optimizer, _ in self._varying
             for j, group in enumerate(optimizer.param_groups)
         ]
@@ -317,7 +317,7 @@ class GroupNumbers:
 
 
 def _read_inputs(attached: Attached) -> dict[Optimizer, list[Options]]:
-    return {optimizer: [inputs_in(group) for group in optimizer.param_groups] for optimizer, _ in attached}
+    return {optimizer: [find_inputs(group) for group in optimizer.param_groups] for optimizer, _ in attached}
 
 
 def _as_tensor(number: float) -> Tensor:

@@ -37,7 +37,7 @@ def let_vary(group: Options, name: str) -> None:
     Example:
         >>> group = {"momentum": 0.9}
         >>> let_vary(group, "momentum")
-        >>> inputs_in(group)
+        >>> find_inputs(group)
         {'momentum': 0.9}
     """
     group[_VARYING] = sorted({*group.get(_VARYING, ()), name})
@@ -65,21 +65,21 @@ def set_momentum(group: Options, momentum: float) -> None:
         group[name] = (momentum, *group[name][1:]) if name == "betas" else momentum
 
 
-def inputs_in(group: Options) -> Options:
+def find_inputs(group: Options) -> Options:
     """Return the options of a group that are inputs of the graph."""
     return {name: group[name] for name in _input_names(group) if name in group and is_numeric(group[name])}
 
 
-def constants_in(group: Options) -> Options:
+def find_constants(group: Options) -> Options:
     """Return the options of a group that are part of the graph, as values that can be compared."""
-    others = {*RATE_KEYS, _VARYING, *inputs_in(group)}
+    others = {*RATE_KEYS, _VARYING, *find_inputs(group)}
     return {name: _comparable(value) for name, value in group.items() if name not in others}
 
 
 def list_constants(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, Any], ...]:
     """List the options in the optimizers' groups that are part of the graph."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return tuple(item for group in groups for item in constants_in(group).items())
+    return tuple(item for group in groups for item in find_constants(group).items())
 
 
 def list_numbers(optimizers: Iterable[Optimizer]) -> list[set[tuple[str, Any]]]:

@@ -6,7 +6,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 
-def optimizers_in(attributes: Mapping[str, Any], depth: int = 3) -> Iterator[tuple[str, Optimizer]]:
+def find_optimizers(attributes: Mapping[str, Any], depth: int = 3) -> Iterator[tuple[str, Optimizer]]:
     """Yield the optimizers among attributes, in their lists, tuples and dicts, and in these optimizers, by name."""
     for name, value in attributes.items():
         items: Iterable[tuple[Any, Any]]
@@ -23,7 +23,7 @@ def optimizers_in(attributes: Mapping[str, Any], depth: int = 3) -> Iterator[tup
                 full = f"{name}.{key}" if item is not value else name
                 yield full, item
                 if depth:
-                    yield from ((f"{full}.{name}", inner) for name, inner in optimizers_in(vars(item), depth - 1))
+                    yield from ((f"{full}.{name}", inner) for name, inner in find_optimizers(vars(item), depth - 1))
 
 
 def find_rated(optimizer: Optimizer) -> list[Optimizer]:
@@ -40,7 +40,7 @@ def find_rated(optimizer: Optimizer) -> list[Optimizer]:
         >>> [type(rated).__name__ for rated in find_rated(Sam([torch.zeros(1)], 0.1))]
         ['SGD']
     """
-    kept = [inner for _, inner in optimizers_in(vars(optimizer), depth=0) if inner is not optimizer]
+    kept = [inner for _, inner in find_optimizers(vars(optimizer), depth=0) if inner is not optimizer]
     if not kept:  # a shortcut for most optimizers: schedules call this at each step
         return [optimizer]
     outer = _parameter_ids(optimizer)
@@ -57,7 +57,7 @@ def find_rated(optimizer: Optimizer) -> list[Optimizer]:
     return list(dict.fromkeys(rated))
 
 
-def rated_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+def find_rated_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the groups of the optimizers whose rates count, see `find_rated`."""
     return [group for rated in find_rated(optimizer) for group in rated.param_groups]
 

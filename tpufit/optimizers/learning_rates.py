@@ -5,7 +5,7 @@ import math
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, NotCompiledError, short_repr
-from .inner_optimizers import rated_groups
+from .inner_optimizers import find_rated_groups
 
 _RATIO = "lr_ratio"  # the proportion of a group's rate to the first group's
 _FACTOR = "lr_factor"  # the factor by which `scale_rates` has multiplied the rate
@@ -26,8 +26,8 @@ def require_optimizer(optimizer: Optimizer | None) -> Optimizer:
 
 
 def list_rates(optimizer: Optimizer) -> list[float]:
-    """Return the learning rates of the groups, see `rated_groups`."""
-    return [float(group["lr"]) for group in rated_groups(optimizer)]
+    """Return the learning rates of the groups, see `find_rated_groups`."""
+    return [float(group["lr"]) for group in find_rated_groups(optimizer)]
 
 
 def group_rates(optimizer: Optimizer) -> list[float]:
@@ -51,7 +51,7 @@ def check_rate(rate: object, name: str = "learning_rate") -> float:
 
 def require_rates(optimizer: Optimizer) -> None:
     """Check the rate of each group: PyTorch's optimizers refuse negative rates, but not NaN."""
-    for group in rated_groups(optimizer):
+    for group in find_rated_groups(optimizer):
         if "lr" not in group:
             given = sorted(group.keys() - {"params"})
             raise ArgumentError(
@@ -79,7 +79,7 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
         [1.0, 0.5]
     """
     rate = check_rate(rate)
-    first, *others = rated_groups(optimizer)
+    first, *others = find_rated_groups(optimizer)
     before = float(first["lr"])
     for group in others:
         if before:  # else the noted proportion stays
@@ -90,20 +90,20 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
 
 def scale_rates(optimizer: Optimizer, factor: float) -> None:
     """Multiply the rate of each group once: the factor is noted in the group, which is skipped from then on."""
-    for group in rated_groups(optimizer):
+    for group in find_rated_groups(optimizer):
         if _FACTOR not in group:
             group["lr"] = group[_SCALED] = float(group["lr"]) * factor
             group[_FACTOR] = factor
 
 
-def scaled_rates(optimizer: Optimizer) -> list[float]:
+def read_scaled_rates(optimizer: Optimizer) -> list[float]:
     """Return the groups' rates after `scale_rates`, even if they changed later; else the current rates."""
-    return [float(group.get(_SCALED, group["lr"])) for group in rated_groups(optimizer)]
+    return [float(group.get(_SCALED, group["lr"])) for group in find_rated_groups(optimizer)]
 
 
 def begin_from_peak(optimizer: Optimizer) -> None:
     """Set each group's rate to the peak of the previous schedule, unless the user has set a new rate since then."""
-    for group in rated_groups(optimizer):
+    for group in find_rated_groups(optimizer):
         if _PEAK in group and group["lr"] == group.get(_SCHEDULED):  # schedule-free optimizers use this key, too
             group["lr"] = group[_PEAK]
         group.pop(_PEAK, None)  # else PyTorch's schedules would begin with it
@@ -111,5 +111,5 @@ def begin_from_peak(optimizer: Optimizer) -> None:
 
 def note_scheduled(optimizer: Optimizer) -> None:
     """Note that a schedule by name has set the groups' current rates."""
-    for group in rated_groups(optimizer):
+    for group in find_rated_groups(optimizer):
         group[_SCHEDULED] = group["lr"]

@@ -73,7 +73,7 @@ class Cost:
         nbytes: The bytes that the core reads and writes in its memory.
         cycles: The estimated cycles, without the time on the links between chips.
         kernels: The number of kernels for which the compiler has no counts, such as flash attention.
-        of_kernels: The part of `cycles` for kernels, estimated by tpufit, see `TPU.cycles_of`.
+        of_kernels: The part of `cycles` for kernels, estimated by tpufit, see `TPU.estimate_cycles`.
         loops: The number of loops whose number of iterations is unknown, so that their bodies count once.
     """
 
@@ -204,7 +204,7 @@ def analyse(
         runs = loops.run_counts.get(operation.computation, 1)
         cycles = runs * operation.cycles
         if operation.kernel is not None:
-            cycles = runs * tpu.chip.cycles_of(operation.kernel)
+            cycles = runs * tpu.chip.estimate_cycles(operation.kernel)
             kernels += runs
             of_kernels += cycles
             flops += runs * operation.kernel.operations

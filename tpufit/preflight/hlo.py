@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..runtime import KernelWork, work_in
+from ..runtime import KernelWork, find_kernel_work
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _LINE = re.compile(r"^\s+(?:ROOT )?%(\S+) = ")
@@ -108,7 +108,7 @@ def parse_operations(text: str) -> Iterator[tuple[Operation, bool]]:
                 cycles=cycles if cycles < _UNKNOWN else 0,
                 channel=int(channel[1]) if channel else None,
                 operands=tuple(_OPERAND.findall(rest.partition(")")[0])),
-                kernel=work_in(rest) if kind.strip() == "custom-call" else None,
+                kernel=find_kernel_work(rest) if kind.strip() == "custom-call" else None,
                 computation=computation,
             ),
             entry,

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import PreflightError
-from ..runtime import cure_for, falls_back, scope
+from ..runtime import falls_back, find_cure, scope
 from ..utils.user_code import LIBRARY_CODE, find_calling_lines
 
 FORWARD = "forward"
@@ -62,7 +62,7 @@ class Scopes(TorchFunctionMode):
         line = find_calling_lines().removesuffix(LIBRARY_CODE)
         if falls_back(name) and any(leaf.device.type != "cpu" for leaf in _tensors((args, kwargs))):
             raise PreflightError(
-                f"the step calls {name} at {line}, which would run on the host. {cure_for(f'aten::{name}')}"
+                f"the step calls {name} at {line}, which would run on the host. {find_cure(f'aten::{name}')}"
             )
         with scope(self._name(FORWARD, line)):
             result = func(*args, **(kwargs or {}))

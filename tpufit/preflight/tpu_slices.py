@@ -48,7 +48,7 @@ class TPU:
     family: str = ""
     runtime: str = ""
 
-    def cycles_of(self, kernel: KernelWork) -> int:
+    def estimate_cycles(self, kernel: KernelWork) -> int:
         """Estimate the cycles of a kernel, for which the compiler has no estimate.
 
         The estimate is the longer of two times: of the kernel's matrix products at the chip's peak, and of its bytes at

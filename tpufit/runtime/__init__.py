@@ -48,8 +48,8 @@ implements the contract in `tpufit/backend/`, whose classes are what the rest of
 """
 
 from .core_kind import has_flash, keeps_bfloat16, repeats_bits
-from .device_counters import counts, live_tensors, metrics_report
-from .device_errors import message_of, translate
+from .device_counters import count_live_tensors, counts, metrics_report
+from .device_errors import extract_message, translate
 from .device_numbers import COUNTS, keeps_count
 from .devices import (
     count_available_cores,
@@ -65,15 +65,15 @@ from .devices import (
     start_absent,
     versions,
 )
-from .factory import placement_on, program_at, set_matmul_precision, state_at
-from .host_rows import fetch_rows, gather_rows, send_rows, value_of
-from .kernel_work import KernelWork, work_in
+from .factory import make_placement, make_program, make_state, set_matmul_precision
+from .host_rows import fetch_rows, gather_rows, read_value, send_rows
+from .kernel_work import KernelWork, find_kernel_work
 from .ops.encoder import replace_encoder
 from .ops.lowerings import falls_back, has_kernel
 from .profiler import scope, start_profile
 from .program_recorder import Recorded, Recorder, tracing_for
 from .recompute import recomputing
-from .slow_steps import cure_for, explain_slowness
+from .slow_steps import explain_slowness, find_cure
 from .thread_guard import unguarding
 from .trace_context import assuming_finite, tracing, tracing_since, without_unsharding
 from .transfer import copy_into, copy_to_host, fetch, fetch_each, move, reshard, swap_value, to_device, to_host

@@ -1,4 +1,4 @@
-"""`aliases_of`: finds tensors that share memory, because of views or `tensor.data = other`.
+"""`find_aliases`: finds tensors that share memory, because of views or `tensor.data = other`.
 
 torch_xla keeps PyTorch's semantics while a step is traced: a change of one tensor shows in all tensors that share its
 memory. A graph knows only values. So shared memory is noted here before the values are taken out of the tensors, and
@@ -37,7 +37,7 @@ class Alias:
 Aliases = tuple[Alias, ...]
 
 
-def storage_of(tensor: Tensor) -> int:
+def identify_storage(tensor: Tensor) -> int:
     """Return the identity of a tensor's memory, computed or not; tensors that share memory have the same."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -51,7 +51,7 @@ def is_shared_elsewhere(tensors: Sequence[Tensor]) -> bool:
         >>> is_shared_elsewhere([weight]), is_shared_elsewhere([weight, same])
         (True, False)
     """
-    known = Counter(map(storage_of, tensors))
+    known = Counter(map(identify_storage, tensors))
     references = _references_of_one()
     return any(torch._C._storage_Use_Count(storage) >= times + references for storage, times in known.items())
 
@@ -60,21 +60,23 @@ def is_shared_elsewhere(tensors: Sequence[Tensor]) -> bool:
 def _references_of_one() -> int:
     """Count the references to the storage of a single tensor; newer releases of PyTorch include Python's reference."""
     tensor = torch.zeros(1)
-    return int(torch._C._storage_Use_Count(storage_of(tensor)))
+    return int(torch._C._storage_Use_Count(identify_storage(tensor)))
 
 
-def aliases_of(tensors: Sequence[Tensor]) -> Aliases:
+def find_aliases(tensors: Sequence[Tensor]) -> Aliases:
     """Find the tensors of a list that share memory with another tensor of the list, usually none.
 
     Example:
         >>> weight = torch.zeros(2, 3)
-        >>> aliases_of([weight, torch.zeros(2), weight.detach()])
+        >>> find_aliases([weight, torch.zeros(2), weight.detach()])
         (Alias(index=2, owner=0, view=None, overlaps=False),)
-        >>> aliases_of([weight, weight[1]])
+        >>> find_aliases([weight, weight[1]])
         (Alias(index=1, owner=0, view=((3,), (1,), 3), overlaps=False),)
     """
     with unguarding():
-        storages = [storage_of(tensor) if tensor.layout is torch.strided else -i for i, tensor in enumerate(tensors, 1)]
+        storages = [
+            identify_storage(tensor) if tensor.layout is torch.strided else -i for i, tensor in enumerate(tensors, 1)
+        ]
     if len(set(storages)) == len(storages):
         return ()
     by_storage: dict[int, list[int]] = {}

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from ..backend import Body
-from .aliases import aliases_of
+from .aliases import find_aliases
 from .device_state import HeldState
 from .donation import find_donated
 from .driver import driver
@@ -44,7 +44,7 @@ from .pending_tensors import (
     others_are_pending,
     put_behind_barrier,
 )
-from .state_aliases import state_aliases_of
+from .state_aliases import list_state_aliases
 from .thread_guard import unguarding
 from .trace_seeds import TraceSeeds
 from .trace_target import Target
@@ -59,7 +59,7 @@ _LISTS = ("state", "sum", "input", "seed", "constant")
 def undoing(state: HeldState) -> Iterator[None]:
     """A context that undoes a step if it can't be traced, compiled or run. The state must have been computed."""
     before = alias_memory(state.tensors)
-    aliases = aliases_of(state.tensors)
+    aliases = find_aliases(state.tensors)
     try:
         yield
     except BaseException:
@@ -208,7 +208,7 @@ class Capture:
         # A tensor that the body stored elsewhere becomes an output too. If it stayed pending, it would be computed from
         # memory that the graph has written over.
         escaped = self._find_stored_elsewhere([*own, *computed, *state.tensors], searches)
-        state_aliases = state_aliases_of(state.tensors, escaped) if escaped else []
+        state_aliases = list_state_aliases(state.tensors, escaped) if escaped else []
         aliasing = {id(state_alias.tensor()) for state_alias in state_aliases}
         escaped = [t for t in escaped if id(t) not in aliasing]
         others, output_indices = _find_outputs(own, [*computed, *escaped])
@@ -364,7 +364,7 @@ def _describe_leftover(target: Target) -> str:
         return "it leaves gradients to the next step"
     if [(t.shape, t.dtype) for t in sums.before] != [(t.shape, t.dtype) for t in sums.tensors]:
         return "its running sums change their shape or dtype"
-    if any(alias.overlaps for alias in aliases_of(state.list_present())):
+    if any(alias.overlaps for alias in find_aliases(state.list_present())):
         return "two tensors of its state share a part of their memory"
     return ""
 

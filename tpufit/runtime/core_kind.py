@@ -1,4 +1,4 @@
-"""`kind_of`: the kind of core that a step is traced for, which determines the best form of some operations."""
+"""`find_kind`: the kind of core that a step is traced for, which determines the best form of some operations."""
 
 import torch
 
@@ -11,12 +11,12 @@ _IN_BFLOAT16 = ("TPU v5 lite", "TPU v6 lite")
 _WITHOUT_FLASH = ("TPU v2", "TPU v3")
 
 
-def kind_of(device: torch.device) -> str:
+def find_kind(device: torch.device) -> str:
     """Return the runtime's name of a device's kind, e.g. `"TPU v5 lite"` or `"cpu"`."""
     kind = trace_context().kind
     if kind is not None:
         return kind
-    return driver().kind_of() if device.type == driver().device_type else device.type
+    return driver().find_kind() if device.type == driver().device_type else device.type
 
 
 def keeps_bfloat16(kind: str) -> bool:
@@ -48,4 +48,4 @@ def repeats_bits(device: torch.device) -> bool:
         >>> repeats_bits(torch.device("cpu"))
         False
     """
-    return kind_of(device).startswith("TPU")
+    return find_kind(device).startswith("TPU")

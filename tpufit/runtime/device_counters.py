@@ -12,7 +12,7 @@ from .driver import driver
 
 def counts() -> Counts:
     """Return the current counters; subtract two results to count what happened in between."""
-    fallbacks = fallback_counts()
+    fallbacks = count_fallbacks()
     return replace(
         totals(),
         host_reads=fallbacks.pop("aten::_local_scalar_dense", 0),
@@ -21,14 +21,14 @@ def counts() -> Counts:
     )
 
 
-def fallback_counts() -> Counter[str]:
+def count_fallbacks() -> Counter[str]:
     """Return how often each operation has run on the host, including reads of a value."""
-    return driver().fallback_counts()
+    return driver().count_fallbacks()
 
 
-def live_tensors() -> int:
+def count_live_tensors() -> int:
     """Return the number of tensors on the device that Python or a pending graph still references."""
-    return driver().live_tensors()
+    return driver().count_live_tensors()
 
 
 def metrics_report() -> str:

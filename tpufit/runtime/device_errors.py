@@ -60,9 +60,9 @@ _OTHERS: tuple[tuple[re.Pattern[str], type[TpufitError], str], ...] = (
 )
 
 
-def message_of(error: BaseException) -> str:
+def extract_message(error: BaseException) -> str:
     """Return the text of an error of the runtime for users."""
-    return driver().message_of(error)
+    return driver().extract_message(error)
 
 
 def translate(error: BaseException, memory: StepMemory | None = None) -> TpufitError | None:
@@ -83,7 +83,7 @@ def translate(error: BaseException, memory: StepMemory | None = None) -> TpufitE
     """  # noqa: E501
     if isinstance(error, TpufitError) or not isinstance(error, (RuntimeError, AssertionError, ValueError)):
         return None
-    text = message_of(error)
+    text = extract_message(error)
     if isinstance(error, ValueError) and not _TWO_DTYPES.search(text):
         return None
     if (missing := _NO_KERNEL.search(text)) is not None:

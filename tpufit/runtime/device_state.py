@@ -9,7 +9,7 @@ from torch import Tensor
 from ..backend import DeviceState, Placement, Sharding, Slot
 from ..backend.device_state import no_slots
 from ..errors import StateLostError
-from .aliases import Aliases, aliases_of, find_shared, link, storage_of
+from .aliases import Aliases, find_aliases, find_shared, identify_storage, link
 from .driver import driver, on_device
 from .pending_tensors import compute, find_pending, handles, has_value, link_now, others_are_pending, wait
 from .state_aliases import StateAliases
@@ -90,7 +90,7 @@ class HeldState(DeviceState):
         Returns:
             The former contents of the user's tensors, for a trace, which may still have to compute them.
         """
-        self.aliases = aliases_of(self.tensors)
+        self.aliases = find_aliases(self.tensors)
         # Don't use empty_like: its results, like the device's tensors, would accumulate history at each swap.
         self.state_aliases.empty()
         empty = self._empty or [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in self.tensors]
@@ -174,7 +174,7 @@ class HeldState(DeviceState):
         self.state_aliases.link(self.tensors)
         self._copies = driver().count_copies()
         self._versions = [tensor._version for tensor in self.tensors]
-        self._storages = list(map(storage_of, self.tensors))
+        self._storages = list(map(identify_storage, self.tensors))
 
     def compute_changes(self, placement: Placement) -> None:
         """Compute the changes that user code has made to the tensors, because a graph takes only computed values.
@@ -187,7 +187,7 @@ class HeldState(DeviceState):
         if (
             pending
             or self._versions != [tensor._version for tensor in self.tensors]
-            or self._storages != list(map(storage_of, self.tensors))
+            or self._storages != list(map(identify_storage, self.tensors))
         ):
             wait("changed weights")  # pending tensors have no memory to compare
             self.unalias(placement)
@@ -223,7 +223,7 @@ class HeldState(DeviceState):
         found = handles(self.tensors)
         if len(set(found)) == len(found):
             return
-        aliases = aliases_of(self.tensors)
+        aliases = find_aliases(self.tensors)
         shares = {alias.index for alias in aliases}
         known = set[Hashable]()
         doubles = []

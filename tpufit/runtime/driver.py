@@ -115,7 +115,7 @@ class Driver(ABC):
         """Return the bytes of a core's memory as `"limit"` and `"used"`; empty if the runtime doesn't report them."""
 
     @abstractmethod
-    def kind_of(self) -> str:
+    def find_kind(self) -> str:
         """Return the runtime's name of its kind of core, such as `"TPU v5 lite"` or `"cpu"`."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Driver(ABC):
     # Placements
 
     @abstractmethod
-    def placement_on(self, cores: Cores, recorder: Any) -> Placement:
+    def make_placement(self, cores: Cores, recorder: Any) -> Placement:
         """Return the placement of steps on cores, or on a recorder."""
 
     def send_parts(self, parts: Sequence[Tensor], axis: int, block: int, rows: int, placement: Placement) -> Tensor:
@@ -317,11 +317,11 @@ class Driver(ABC):
     # Reports
 
     @abstractmethod
-    def message_of(self, error: BaseException) -> str:
+    def extract_message(self, error: BaseException) -> str:
         """Return the text of an error of the runtime for users."""
 
     @abstractmethod
-    def fallback_counts(self) -> Counter[str]:
+    def count_fallbacks(self) -> Counter[str]:
         """Return how often each operation has run on the host, including reads of a value."""
 
     @abstractmethod
@@ -337,7 +337,7 @@ class Driver(ABC):
         """Return the seconds that the device has computed, if the runtime reports them."""
 
     @abstractmethod
-    def live_tensors(self) -> int:
+    def count_live_tensors(self) -> int:
         """Return the number of tensors on the device."""
 
     @abstractmethod

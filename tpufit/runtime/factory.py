@@ -19,11 +19,11 @@ from .weight_packing import Packing
 _PLAIN = AttentionForms()
 
 
-def placement_on(cores: Cores, recorder: Recorder | None = None) -> Placement:
+def make_placement(cores: Cores, recorder: Recorder | None = None) -> Placement:
     """Return the placement of steps on cores, or on a recorder that stands in for absent cores."""
     if cores.platform == "CUDA" and recorder is None:
         return EagerPlacement(torch.device("cuda", cores.index))
-    return driver().placement_on(cores, recorder)
+    return driver().make_placement(cores, recorder)
 
 
 def set_matmul_precision(name: str) -> None:
@@ -31,7 +31,7 @@ def set_matmul_precision(name: str) -> None:
     driver().set_matmul_precision(name)
 
 
-def state_at(
+def make_state(
     placement: Placement,
     tensors: Iterable[Tensor],
     shardings: Mapping[int, Sharding] | None = None,
@@ -43,7 +43,7 @@ def state_at(
     return HostState(tensors, shardings)
 
 
-def program_at(
+def make_program(
     placement: Placement,
     role: str,
     state: DeviceState,
@@ -56,7 +56,7 @@ def program_at(
     python_state: Callable[[], dict[str, Any]] = dict,
     kept: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> Program:
-    """Return the program of a step at a placement, with a state of `state_at`; for arguments see `CapturedProgram`.
+    """Return the program of a step at a placement, with a state of `make_state`; for arguments see `CapturedProgram`.
 
     The actual form of each layer's attention is noted in `attention`.
     """

@@ -56,7 +56,7 @@ def gather_rows(nest: Any, placement: Placement) -> Any:
     return gathered
 
 
-def value_of(tensor: Tensor, placement: Placement) -> Tensor | None:
+def read_value(tensor: Tensor, placement: Placement) -> Tensor | None:
     """Return the value of a computed tensor on the host; None for a pending tensor, as in a step's trace.
 
     Nothing is compiled or run for it. **This waits**. On a pod and for absent cores the result is None.

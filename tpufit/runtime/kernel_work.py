@@ -51,13 +51,14 @@ def find_mark(text: str) -> str:
     return found[0] if found else ""
 
 
-def work_in(line: str) -> KernelWork | None:
+def find_kernel_work(line: str) -> KernelWork | None:
     """Return the work of the kernel that a line of a program calls; None if it calls no marked kernel.
 
     Example:
-        >>> work_in('call(%q), custom_call_target="tpu_custom_call", metadata={op_name="kernels[a=8/2/3/1]/a_b"}')
+        >>> call = 'call(%q), custom_call_target="tpu_custom_call", metadata={op_name="kernels[a=8/2/3/1]/a_b"}'
+        >>> find_kernel_work(call)
         KernelWork(name='a', operations=8, width=2, nbytes=3, shared=True)
-        >>> work_in("%y = f32[8] add(%a, %b)") is None
+        >>> find_kernel_work("%y = f32[8] add(%a, %b)") is None
         True
     """
     call = _CALL.search(line)

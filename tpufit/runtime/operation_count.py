@@ -1,4 +1,4 @@
-"""`operations_in`: counts the operations of a program in its text, before it is compiled.
+"""`count_operations`: counts the operations of a program in its text, before it is compiled.
 
 Matrix products and convolutions are counted; a product and a sum are two operations. They are nearly all of a network's
 work, and the peak that vendors state is for matrix products. Shapes are over all cores.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .kernel_work import work_in
+from .kernel_work import find_kernel_work
 
 _TYPE = r"\w+\[([\d,]*)\]\S*"
 _PRODUCT = re.compile(rf"= {_TYPE} (dot|convolution)\({_TYPE} [^,]+, {_TYPE} [^)]+\)(.*)")
@@ -38,17 +38,17 @@ class _Window:
     before: int  # the padding before the images
 
 
-def operations_in(text: str, cores: int = 1) -> int:
+def count_operations(text: str, cores: int = 1) -> int:
     """Count the operations of a program's matrix products, convolutions and marked kernels.
 
     The text must include the types of operands. A kernel runs on `cores` cores.
 
     Example:
         >>> dot = "%dot.3 = f32[4,5]{1,0} dot(f32[4,576]{1,0} %a, f32[576,5]{0,1} %b), lhs_contracting_dims={1}"
-        >>> operations_in(dot) == 2 * 4 * 5 * 576
+        >>> count_operations(dot) == 2 * 4 * 5 * 576
         True
         >>> dot = "%3 = stablehlo.dot %1, %2 : (tensor<4x576xf32>, tensor<576x5xf32>) -> tensor<4x5xf32>"
-        >>> operations_in(dot) == 2 * 4 * 5 * 576
+        >>> count_operations(dot) == 2 * 4 * 5 * 576
         True
     """
     terms = 0
@@ -58,7 +58,7 @@ def operations_in(text: str, cores: int = 1) -> int:
     for kind, attributes, left, right, result in _STABLE.findall(text):
         count = _of_stable_convolution if kind == "convolution" else _of_stable_product
         terms += count(_numbers(result), _numbers(left), _numbers(right), attributes)
-    kernels = filter(None, map(work_in, text.splitlines()))
+    kernels = filter(None, map(find_kernel_work, text.splitlines()))
     return 2 * terms + cores * sum(kernel.operations for kernel in kernels)
 
 

@@ -29,7 +29,7 @@ from .graph import Graph
 from .pending_tensors import drop, find_pending_elsewhere, noting_new, wait
 from .placement import CorePlacement
 from .replay_audits import Audits
-from .slow_steps import cure_for, explain_slowness
+from .slow_steps import explain_slowness, find_cure
 from .trace_context import tracing_with
 from .trace_target import Target
 from .trace_view import lending, showing
@@ -409,11 +409,11 @@ class CapturedProgram(Program):
 
     def _give_up(self, cause: str) -> None:
         role = self._target.role
-        self._strict.refuse(f"the {role} step can't be replayed: {cause}. {cure_for(cause)}")
+        self._strict.refuse(f"the {role} step can't be replayed: {cause}. {find_cure(cause)}")
         if self.runs_eagerly and self._target.placement.has_mesh:
             raise ReplayError(_explain_several_graphs(role, cause))
         if self.jit_compile is True:
-            cure = f"{cure_for(cause)}. Or trace it at every step, with jit_compile='auto'"
+            cure = f"{find_cure(cause)}. Or trace it at every step, with jit_compile='auto'"
             raise ReplayError(f"jit_compile=True, but the {role} step can't be replayed: {cause}. {cure}")
         self.traced_because = cause
         self.forget()
@@ -426,5 +426,5 @@ def _explain_several_graphs(role: str, cause: str) -> str:
     """Return an error message for a step that isn't a single graph, which several cores require."""
     return (
         f"the {role} step can't run on several cores of {driver().name}, which needs all of it as one graph: {cause}. "
-        f"{cure_for(cause)}. Or compute on one core, with cores=1, or without graphs, with run_eagerly=True"
+        f"{find_cure(cause)}. Or compute on one core, with cores=1, or without graphs, with run_eagerly=True"
     )

@@ -1,7 +1,7 @@
 """`explain_slowness`: why a step is slow, and the change of the user's code that makes it fast.
 
 A step is slow if it can't be replayed, so that its Python runs every time, or if it calls operations that run on the
-host. `Watch` and `CapturedProgram` find the cause; `cure_for` finds the cure by words in the cause.
+host. `Watch` and `CapturedProgram` find the cause; `find_cure` finds the cure by words in the cause.
 """
 
 # Cures, by words in the cause; the first entry that matches is used.
@@ -40,16 +40,16 @@ def explain_slowness(role: str, cause: str, eagerly: bool) -> str:
 net.py:8. Draw on the device (torch.rand(..., device=x.device)) or in the data set
     """
     how = "runs operation by operation" if eagerly else "is traced again on every call"
-    return f"the {role} step {how}, which is slow, because {cause}. {cure_for(cause)}"
+    return f"the {role} step {how}, which is slow, because {cause}. {find_cure(cause)}"
 
 
-def cure_for(cause: str) -> str:
+def find_cure(cause: str) -> str:
     """Return the cure for what prevents a step from being replayed, as a sentence.
 
     The cause is a sentence, or the name of an operation that runs on the host.
 
     Example:
-        >>> cure_for("aten::nonzero")
+        >>> find_cure("aten::nonzero")
         'Instead of picking rows (x[mask], nonzero), keep all and weight them: torch.where(mask, x, 0)'
     """
     return next(cure for words, cure in _CURES.items() if words in cause)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from .aliases import Alias, aliases_of, is_shared_elsewhere, make_view
+from .aliases import Alias, find_aliases, is_shared_elsewhere, make_view
 from .pending_tensors import find_alive
 from .transfer import swap_value
 
@@ -24,12 +24,12 @@ class StateAlias:
     alias: Alias
 
 
-def state_aliases_of(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[StateAlias]:
+def list_state_aliases(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[StateAlias]:
     """Find the tensors among `others` that share all of their memory with a tensor of the list."""
     first = len(tensors)
     return [
         StateAlias(TensorWeakRef(others[alias.index - first]), alias)
-        for alias in aliases_of([*tensors, *others])
+        for alias in find_aliases([*tensors, *others])
         if alias.index >= first > alias.owner and not alias.overlaps
     ]
 
@@ -61,7 +61,7 @@ class StateAliases:
         if everywhere or is_shared_elsewhere([*tensors, *others]):
             own = set(map(id, tensors))
             others = [tensor for tensor in find_alive() if id(tensor) not in own]
-        self._aliases = state_aliases_of(tensors, others)
+        self._aliases = list_state_aliases(tensors, others)
         aliasing = set(map(id, self.list_alive()))
         return [tensor for tensor in others if id(tensor) not in aliasing]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..backend import Placement, Sharding, Slot
-from .aliases import Aliases, aliases_of, find_shared, link, storage_of
+from .aliases import Aliases, find_aliases, find_shared, identify_storage, link
 from .device_state import HeldState
 from .driver import driver
 from .pending_tensors import alias_memory, find_pending, graph_hash, handles, identity, link_now, put_behind_barrier
@@ -60,7 +60,7 @@ class TraceView:
         self._state = state
         self._slots_before = slots_before
         tensors = state.tensors
-        self._packed = {i: _Packed(v, tensors[i]._version, storage_of(tensors[i])) for i, v in packed.items()}
+        self._packed = {i: _Packed(v, tensors[i]._version, identify_storage(tensors[i])) for i, v in packed.items()}
         self._hidden_values = hidden_values
         state.packed = frozenset(packed)
 
@@ -101,7 +101,7 @@ class TraceView:
         """
         state = self._state
         tensors = state.tensors
-        aliases = aliases_of(tensors)
+        aliases = find_aliases(tensors)
         shares = {i for i, _ in find_shared(aliases)}
         pending = set(find_pending(tensors))
         there = [i for i in range(len(tensors)) if i not in pending]
@@ -172,7 +172,7 @@ def _begin(state: HeldState) -> TraceView:
     tensors = state.tensors
     slots_before = state.slots()
     values = list(tensors)
-    state.aliases = aliases_of(values)
+    state.aliases = find_aliases(values)
     driver().note_exposed(values)
     if not driver().is_lazy:
         values = state.separate([tensor.detach() for tensor in tensors])
@@ -238,7 +238,7 @@ def _still_shows(tensor: Tensor, packed: _Packed) -> bool:
     if tensor._version != packed.version:
         return False
     if not driver().is_lazy:
-        return storage_of(tensor) == packed.storage
+        return identify_storage(tensor) == packed.storage
     return graph_hash(tensor) == graph_hash(reorder_for_user(packed.value))
 
 

@@ -23,7 +23,7 @@ from ..utils.user_code import find_calling_lines
 from . import device_counters
 from .driver import driver, on_device
 from .ops.dtypes import check_one_dtype
-from .slow_steps import cure_for
+from .slow_steps import find_cure
 
 _READS = frozenset(
     getattr(Tensor, name)
@@ -93,7 +93,7 @@ class Watch(TorchFunctionMode):
 
     def __enter__(self) -> Watch:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._counts_before = device_counters.fallback_counts(), device_counters.count_reads()
+        self._counts_before = device_counters.count_fallbacks(), device_counters.count_reads()
         self._fallbacks = self._counts_before[0]
         self._profiles = sys.getprofile() is None  # else another profiler runs
         if self._profiles:
@@ -127,7 +127,7 @@ class Watch(TorchFunctionMode):
         fallbacks, reads_before = self._counts_before
         if not self.read_at and device_counters.count_reads() == reads_before:
             return ""
-        operations = sorted(device_counters.fallback_counts() - fallbacks)
+        operations = sorted(device_counters.count_fallbacks() - fallbacks)
         if operations and not self.read_at:
             lines = " and ".join(sorted(set(self.fell_back.values())))
             called = f", called at {lines}" if lines else ""
@@ -162,19 +162,19 @@ class Watch(TorchFunctionMode):
         self.read_at = self.read_at or line
         self._strict.refuse(
             f"{self._step} reads a value from the device at {line}, for which every step would wait. "
-            + cure_for(f"it reads a value at {line}")
+            + find_cure(f"it reads a value at {line}")
         )
 
     def _note_fallbacks(self, before: Counter[str]) -> None:
         """Note the operations that have run on the host since `before`."""
-        operations = sorted(device_counters.fallback_counts() - before)
+        operations = sorted(device_counters.count_fallbacks() - before)
         for operation in operations:
             if operation not in (_READ_OPERATION, *self.fell_back):
                 line = self.fell_back[operation] = find_calling_lines()
                 note_line(operation, line)
                 self._strict.refuse(
                     f"{driver().name} has no {operation} for the device, which {self._step} calls at "
-                    f"{line}: it would run on the host at every step. {cure_for(operation)}"
+                    f"{line}: it would run on the host at every step. {find_cure(operation)}"
                 )
         if operations in ([], [_READ_OPERATION]):  # without other operations it is a read, e.g. for printing
             self._note_read()
@@ -195,7 +195,7 @@ class Watch(TorchFunctionMode):
             check_one_dtype(func.__name__, *filter(on_device, operands))
         result = func(*args, **(kwargs or {}))
         if device_counters.count_reads() != reads_before:
-            self._fallbacks = device_counters.fallback_counts()
+            self._fallbacks = device_counters.count_fallbacks()
             if not reads:
                 self._note_fallbacks(fallbacks)
         if func in _PRODUCTS:

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
-from .aliases import aliases_of, find_shared, link
+from .aliases import find_aliases, find_shared, link
 from .driver import Trace, driver, on_device
 from .graph import Graph
-from .operation_count import operations_in
+from .operation_count import count_operations
 from .pending_tensors import compute
 from .state_aliases import StateAlias
 from .trace_target import Target
@@ -42,8 +42,8 @@ class TracedGraph:
         target.placement.compile(trace)
 
     def count_operations(self) -> int:
-        """Count the operations of the graph, see `operations_in`. It must not have run."""
-        return operations_in(driver().text_of(self.roots), self.target.placement.count)
+        """Count the operations of the graph, see `count_operations`. It must not have run."""
+        return count_operations(driver().text_of(self.roots), self.target.placement.count)
 
     def start(self, graph: Graph, first: bool) -> StartedGraph:
         """Start the graph, or an equal graph, with the inputs of this trace; `first` if it has never run."""
@@ -83,7 +83,7 @@ class StartedGraph:
         for tensor, value in zip(self.former, state.unpack_values(self.changed), strict=True):
             tensor.data = value
         escaped = traced.escaped
-        together = aliases_of(escaped)  # noted while they share memory, because each gets a separate value below
+        together = find_aliases(escaped)  # noted while they share memory, because each gets a separate value below
         unfilled = [*traced.computed, *escaped]
         # A body may return the same tensor twice, which gets its value only once.
         for tensor, value in {id(t): (t, value) for t, value in zip(unfilled, self.results, strict=True)}.values():

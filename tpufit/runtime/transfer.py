@@ -18,7 +18,7 @@ from ..backend.placement import Names
 from ..errors import PlacementError
 from ..utils.counters import waiting
 from . import device_counters
-from .aliases import aliases_of, link
+from .aliases import find_aliases, link
 from .driver import driver, on_device
 from .thread_guard import unguarding
 
@@ -142,7 +142,7 @@ def move(
     if not moving:
         return
     _refuse_shared_memory(moving, names)
-    aliases = aliases_of(moving)
+    aliases = find_aliases(moving)
     for group in group_by_bytes(moving):
         _move([moving[i] for i in group], placement, names, shardings)
     link(moving, aliases)
@@ -203,7 +203,7 @@ def copy_into(
     The targets are at `placement`, or on the host like some optimizers' counters.
     """
     pairs = list(zip(targets, values, strict=True))
-    aliases = aliases_of(targets)
+    aliases = find_aliases(targets)
     with torch.no_grad():
         for target, value in pairs:
             if target.device.type == "cpu":

@@ -13,10 +13,10 @@ from ..backend import Placement, Sharding
 from ..data.batches import (
     count_rows,
     describe_value,
-    fields,
     has_parts,
     is_flat,
     list_tensors,
+    name_parts,
     require_dense,
     unpack,
 )
@@ -166,8 +166,8 @@ class BatchSender:
         rows = count_rows(tensors) if local is None else local.rows
         if not rows:
             raise BatchError(
-                f"a batch must have rows, but the data gave {list_tensors(fields(batch))}: an empty batch has no mean. "
-                "Leave empty batches out"
+                f"a batch must have rows, but the data gave {list_tensors(name_parts(batch))}: an empty batch has no "
+                "mean. Leave empty batches out"
             )
         marked = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         nbytes = sum(t.nbytes if local is None else _count_global_bytes(t, rows) for t in tensors)

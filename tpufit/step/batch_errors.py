@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..data.batches import describe_value, list_tensors
 from ..errors import DeviceError, join_few
 from ..losses import describe_nest
-from ..runtime import message_of
+from ..runtime import extract_message
 from ..utils.text import dtype_name
 
 # Cures by words in PyTorch's error; the first that matches is used.
@@ -76,7 +76,7 @@ def explain_layer_failure(module: nn.Module, x: Any, error: RuntimeError) -> str
             f"{which} fails on a batch of {list_tensors({'x': x})}, because the module has weights in float64, which a "
             "TPU lacks; data in float64 become float32. Make the weights float32: module.float()"
         )
-    said = message_of(error)
+    said = extract_message(error)
     cure = next((cure for words, cure in _CURES if words.search(said)), "")
     return f"{which} fails on a batch of {list_tensors({'x': x})}. {cure}PyTorch says: {said}"
 
@@ -98,7 +98,7 @@ def describe_lost_weights(step: int, saved: str | None, error: Exception) -> str
     return (
         f"step {step} failed on the device, or one shortly before it, and the weights are lost with it; {where}. Load "
         "them with load_weights (the optimizer then starts without state), and try a smaller batch. The device "
-        f"says: {message_of(error)}"
+        f"says: {extract_message(error)}"
     )
 
 

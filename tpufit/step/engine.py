@@ -26,9 +26,9 @@ from ..runtime import (
     Recorder,
     count_available_cores,
     counts,
+    make_placement,
+    make_program,
     metrics_report,
-    placement_on,
-    program_at,
     set_matmul_precision,
     start,
     translate,
@@ -200,7 +200,7 @@ class Engine:
                     "run_eagerly=True computes on one host's processor, but this is one of several hosts: leave it out"
                 )
             return HOST
-        placement = placement_on(cores, recorder)
+        placement = make_placement(cores, recorder)
         if placement.eager:
             warn_of_emulation(self.config.precision, placement.device)
         else:
@@ -320,7 +320,7 @@ class Engine:
             body: The Python; it must be one graph.
         """
         state = self.state
-        program = program_at(
+        program = make_program(
             state.placement,
             "predict",
             state.device,

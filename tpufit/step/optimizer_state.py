@@ -15,7 +15,7 @@ from ..optimizers import (
     DeviceRates,
     SharedStepCounters,
     create_state,
-    device_state,
+    list_device_state,
     list_parameters,
     share_counters,
 )
@@ -84,14 +84,14 @@ class OptimizerState:
         """The accumulators and the averages, if they exist."""
         return [*self.accumulators, *([] if self.ema is None else [self.ema])]
 
-    def device_state(self) -> list[Tensor]:
+    def list_device_state(self) -> list[Tensor]:
         """Return the optimizer's state that belongs on the device, including counts that its steps created there."""
         named = [(name, value) for state in self.optimizer.state.values() for name, value in state.items()]
         with unguarding():
             counts = [(name, value) for name, value in named if isinstance(value, Tensor) and not value.dim()]
             self._counts_on_device |= {name for name, value in counts if value.device.type != "cpu"}
             tensors = [
-                *device_state(self.optimizer),
+                *list_device_state(self.optimizer),
                 *(value for name, value in counts if name in self._counts_on_device),
             ]
         return list({id(value): value for value in tensors}.values())
@@ -101,7 +101,7 @@ class OptimizerState:
         """Every tensor that a step changes, including the weights."""
         return [
             *list_parameters(self.optimizer),
-            *self.device_state(),
+            *self.list_device_state(),
             *(tensor for part in self.kept for tensor in part.tensors),
         ]
 
@@ -129,7 +129,7 @@ class OptimizerState:
 
     def options(self, names: Mapping[int, str]) -> dict[str, Any]:
         """Return the optimizer's options and numbers as JSON; `names` has the parameters' names by `id`."""
-        self.device_state()
+        self.list_device_state()
         return {
             "class": type(self.optimizer).__name__,
             "groups": [
@@ -185,7 +185,7 @@ class OptimizerState:
     ) -> None:
         """Load state that the optimizer will create only in its first step; unshare step counters.
 
-        `device_state` lists the state that was on the device, according to the saved options.
+        `list_device_state` lists the state that was on the device, according to the saved options.
         """
         self._counts_on_device |= {*options.get("counts_on_device", ())}
         while self._accumulates and any(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..backend import AttentionForms, Program
 from ..metrics import DatasetMetric, PassMetrics, TrackedMetric
-from ..runtime import program_at
+from ..runtime import make_program
 from ..utils.strict import LENIENT, Strict
 from .batch import DeviceGroup
 from .compile_config import CompileConfig
@@ -77,7 +77,7 @@ class Role:
             compiled = compiled if self.makes_logs else []
             users = [TrackedMetric(*pair) for pair in tracked.items()]
             sums = self.sums = PassMetrics([*compiled, *users], state.placement, watches=self.learns)
-            program = self.program = program_at(
+            program = self.program = make_program(
                 state.placement,
                 self.name,
                 state.device,

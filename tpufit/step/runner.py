@@ -24,7 +24,7 @@ from .. import optimizers
 from ..diagnostics.summary import record_outputs
 from ..errors import ArgumentError
 from ..losses import Averages, LossWatch, ModuleLoss, count_targets
-from ..metrics import LazyLogs, find_first_bad, metrics_in
+from ..metrics import LazyLogs, find_first_bad, find_metrics
 from ..optimizers import Attached, GroupNumbers, UpdatePlan
 from ..runtime import recomputing, to_host
 from ..utils.random import step_seed
@@ -90,7 +90,7 @@ class StepRunner:
             state.drop_gradients()
             for optimizer in state.named_optimizers().values():
                 state.attach(optimizer)
-        tracked = metrics_in(vars(engine.model)) if self._role.makes_logs else {}
+        tracked = find_metrics(vars(engine.model)) if self._role.makes_logs else {}
         self._program, self._metrics = self._role.prepare(engine.config, state, tracked)
         self._warm = warm
         self._begin_pass()

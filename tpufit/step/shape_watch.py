@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..data.batches import fields, tensors_of
+from ..data.batches import collect_tensors, name_parts
 from ..utils.strict import Strict
 from ..utils.user_code import warn
 
@@ -64,4 +64,6 @@ def _describe_change(before: dict[str, tuple[str, Any]], now: dict[str, tuple[st
 
 def _list_shapes(batch: Any) -> dict[str, tuple[str, Any]]:
     """Return the shapes and dtypes of a batch's tensors, by field."""
-    return {name: (str(tuple(tensor.shape)), tensor.dtype) for name, tensor in tensors_of(fields(batch)).items()}
+    return {
+        name: (str(tuple(tensor.shape)), tensor.dtype) for name, tensor in collect_tensors(name_parts(batch)).items()
+    }

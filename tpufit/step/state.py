@@ -25,12 +25,12 @@ from ..optimizers import (
     HostCounters,
     UpdatePlan,
     clear_state,
+    find_optimizers,
     list_parameters,
-    optimizers_in,
     plan_updates,
     step_counts,
 )
-from ..runtime import copy_into, copy_to_host, move, reshard, state_at, swap_value, to_host
+from ..runtime import copy_into, copy_to_host, make_state, move, reshard, swap_value, to_host
 from ..utils.random import RNGState
 from ..utils.replacing_attributes import replacing_attributes
 from ..utils.user_code import warn
@@ -140,7 +140,7 @@ class TrainState:
 
         Inner optimizers follow the outer optimizer, under names such as `optimizer.base_optimizer`.
         """
-        return dict(optimizers_in(vars(self._owner)))
+        return dict(find_optimizers(vars(self._owner)))
 
     def state_of(self, optimizer: Optimizer) -> OptimizerState:
         """Return the state of an optimizer."""
@@ -154,7 +154,7 @@ class TrainState:
         """Return the outermost optimizer that contains this optimizer and has all of its parameters."""
         inner = set(map(id, list_parameters(optimizer)))
         for outer in self.named_optimizers().values():
-            inside = dict(optimizers_in(vars(outer))).values()
+            inside = dict(find_optimizers(vars(outer))).values()
             if optimizer in inside and outer not in inside and inner.issubset(map(id, list_parameters(outer))):
                 return outer
         return None
@@ -165,7 +165,7 @@ class TrainState:
         if state.rates is None and not self.placement.eager:
             state.create(shares=True)
             self.device.shardings |= self.shardings(self.placement)
-            move(state.device_state(), self.placement, shardings=self.device.shardings)
+            move(state.list_device_state(), self.placement, shardings=self.device.shardings)
             state.rates = DeviceRates(optimizer, self.placement)  # last, because rates mark the state as attached
         return state
 
@@ -233,7 +233,7 @@ class TrainState:
         names = {id(tensor): readable_name(name) for name, tensor in named.items()}
         tensors = {id(tensor): tensor for tensor in named.values()}
         for optimizer in self._every_optimizer():
-            tensors |= {id(t): t for t in self.state_of(optimizer).device_state()}
+            tensors |= {id(t): t for t in self.state_of(optimizer).list_device_state()}
         tensors |= {id(t): t for state in self.optimizers.values() for part in state.kept for t in part.tensors}
         return tensors, names
 
@@ -253,7 +253,7 @@ class TrainState:
                         if tensor is not None
                     ]
         for i, optimizer in enumerate(self._every_optimizer()):
-            on_device = set(map(id, self.state_of(optimizer).device_state()))
+            on_device = set(map(id, self.state_of(optimizer).list_device_state()))
             for j, (parameter, values) in enumerate(optimizer.state.items()):
                 slots += [
                     Slot((i, j, name), value, partial(_set_slot, optimizer.state[parameter], name))
@@ -309,7 +309,7 @@ class TrainState:
         if moved:
             self._forget_rates()
         self.placement = placement
-        self.device = state_at(placement, tensors.values(), shardings, self._slots)
+        self.device = make_state(placement, tensors.values(), shardings, self._slots)
         return True
 
     def write_back(self) -> None:
@@ -370,7 +370,7 @@ class TrainState:
 
     def forget_held(self) -> None:
         """Forget the held values, because `compile` has replaced the tensors, e.g. by tensors of another dtype."""
-        self.device = state_at(self.placement, [], slots=self._slots)
+        self.device = make_state(self.placement, [], slots=self._slots)
 
     def _forget_rates(self) -> None:
         for state in self.optimizers.values():
@@ -537,7 +537,7 @@ class TrainState:
             self.state_of(optimizer).drop_parts()
             self.state_of(optimizer).adopt(name, parameters, saved.training, saved.optimizers[name])
         shardings = self.shardings(self.placement)
-        on_device = [t for optimizer in named.values() for t in self.state_of(optimizer).device_state()]
+        on_device = [t for optimizer in named.values() for t in self.state_of(optimizer).list_device_state()]
         move(on_device, self.placement, shardings=shardings)
         training = self._training_tensors()
         values = [saved.weights[name] for name in weights] + [saved.training[name] for name in training]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import OutOfMemoryError
-from ..runtime import device_memory, live_tensors, memory_used
+from ..runtime import count_live_tensors, device_memory, memory_used
 from ..utils.text import format_bytes
 from . import nets
 from .check import Figure, Setting
@@ -30,7 +30,7 @@ def check_release(setting: Setting) -> Iterator[Figure]:
         model.fit(x, y, nets.batch_size(setting.cores), epochs=4, shuffle=False, verbose=0)
         del model, net
         gc.collect()
-        tensors.append(live_tensors())
+        tensors.append(count_live_tensors())
         device.append(memory_used() or 0)
         host.append(_measure_resident())
     yield Figure("more tensors on the device, fits 3 to 5", tensors[-1] - tensors[_SETTLED - 1], at_most=0)

@@ -16,7 +16,7 @@ from ..callbacks import Diagnostics, TensorBoard
 from ..errors import PreflightError
 from ..model import Model
 from ..preflight.tpu_slices import SLICES, Slice, find_slice_of_chips
-from ..runtime import memory_used, placement_on, to_device, to_host
+from ..runtime import make_placement, memory_used, to_device, to_host
 from ..utils.hardware import find_chips
 from . import nets
 from .check import Figure, Setting
@@ -133,7 +133,7 @@ def measure_net(name: str, setting: Setting, before: dict[str, float] | None) ->
 def measure_transfers(setting: Setting) -> Iterator[Figure]:
     """Measure the transfer rate to the device and back."""
     assert setting.cores is not None
-    place = placement_on(setting.cores)
+    place = make_placement(setting.cores)
     tensor = torch.arange(_SENT // 4, dtype=torch.float32)
     to_host(to_device([tensor], place), "bandwidth")
     began = perf_counter()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...errors import PreflightError
 from ...runtime.absent_cores import AbsentPlacement
-from ...runtime.aliases import storage_of
+from ...runtime.aliases import identify_storage
 from .compute_modes import noting
 from .one_core import OneCore, Program
 from .placement import TpuCore
@@ -57,11 +57,11 @@ class ValuelessCores(OneCore):
         return sent
 
     def _note(self, tensor: Tensor, axis: int | None = None) -> None:
-        self._axes[storage_of(tensor)] = axis
+        self._axes[identify_storage(tensor)] = axis
         self._kept.append(tensor.untyped_storage())
 
     def has_value(self, tensor: Tensor) -> bool:
-        return storage_of(tensor) in self._axes
+        return identify_storage(tensor) in self._axes
 
     def compile(
         self, text: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = (), axes: Sequence[int | None] = ()
@@ -86,7 +86,7 @@ class ValuelessCores(OneCore):
         pass
 
     def axis_of(self, tensor: Tensor) -> int | None:
-        return self._axes.get(storage_of(tensor))
+        return self._axes.get(identify_storage(tensor))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import IO, Any
 import torch
 
 from ...errors import DeviceLostError
-from ...hosts.heartbeat import silence_limit
+from ...hosts.heartbeat import read_silence_limit
 from ...utils.child_python import child_python
 from ...utils.children import explain_end
 from ...utils.uninterrupted import uninterrupted
@@ -228,9 +228,9 @@ class CoreConnections:
 
     def _check_heartbeats(self, now: float) -> None:
         for core, beat in enumerate(self._signs[:, Sign.BEAT], 1):
-            if 0 < beat < (now - silence_limit()) * 1e3:
+            if 0 < beat < (now - read_silence_limit()) * 1e3:
                 number = self._first + core
-                self._fail(f"the process of core {number} has sent no heartbeat for {silence_limit():g} s")
+                self._fail(f"the process of core {number} has sent no heartbeat for {read_silence_limit():g} s")
 
     def _find_stuck_cores(self, probe: int, suspected: set[int]) -> set[int]:
         """Return the cores that failed to run a program, and have answered a later probe.

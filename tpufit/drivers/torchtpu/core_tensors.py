@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...runtime.aliases import storage_of
+from ...runtime.aliases import identify_storage
 from .tensor_identity import place_of
 
 _EXTRA_BATCHES = 2  # batches that `forget_freed` checks in addition to one for each new batch
@@ -98,7 +98,7 @@ class CoreTensors:
             [tensor._version for tensor in tensors],
             axes or [None] * len(tensors),
             parts,
-            list(map(storage_of, tensors)),
+            list(map(identify_storage, tensors)),
             [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors],
         )
         # Before the storages are looked up: an interrupt in between must not leave a storage that has no reference.
@@ -120,7 +120,7 @@ class CoreTensors:
 
     def find(self, tensor: Tensor) -> TensorRecord | None:
         """Return the record of a tensor; None if the other cores lack it, or the user has changed it."""
-        known = self._known.get(storage_of(tensor))
+        known = self._known.get(identify_storage(tensor))
         if known is not None:
             place = place_of(tensor)
             for one in known:
@@ -132,7 +132,7 @@ class CoreTensors:
 
     def drop(self, tensor: Tensor) -> None:
         """Forget a tensor, and those with which it shares memory."""
-        self._forget(self._known.pop(storage_of(tensor), ()))
+        self._forget(self._known.pop(identify_storage(tensor), ()))
 
     def forget_freed(self) -> None:
         """Forget tensors that this process has freed. Each call checks some of the batches, the oldest first."""

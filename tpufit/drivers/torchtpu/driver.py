@@ -94,7 +94,7 @@ class TorchTpuDriver(Driver):
         limit = names().memory_size()
         return {} if limit is None else {"limit": limit}  # TorchTPU doesn't report the memory in use
 
-    def kind_of(self) -> str:
+    def find_kind(self) -> str:
         return str(names().device_attributes().get("device_kind", "cpu"))
 
     def detach_forked_process(self) -> None:
@@ -102,7 +102,7 @@ class TorchTpuDriver(Driver):
 
     # Placements
 
-    def placement_on(self, cores: Cores, recorder: Any) -> Placement:
+    def make_placement(self, cores: Cores, recorder: Any) -> Placement:
         if recorder is not None:
             return AbsentTpu(cores, self._cores, self._programs, recorder)
         return TpuCore(cores, self._cores, self._programs)
@@ -314,14 +314,14 @@ class TorchTpuDriver(Driver):
 
     # Reports
 
-    def message_of(self, error: BaseException) -> str:
+    def extract_message(self, error: BaseException) -> str:
         return str(error).strip()
 
     def _note_fallback(self, name: str) -> None:
         self._fell_back[name] += 1
         self._reads += 1
 
-    def fallback_counts(self) -> Counter[str]:
+    def count_fallbacks(self) -> Counter[str]:
         return Counter(self._fell_back)
 
     def count_reads(self) -> Hashable:
@@ -333,7 +333,7 @@ class TorchTpuDriver(Driver):
     def get_seconds_executing(self) -> float:
         return 0.0
 
-    def live_tensors(self) -> int:
+    def count_live_tensors(self) -> int:
         # Not `isinstance`: it would read `__class__` of lazy objects, and some of them warn then.
         return sum(issubclass(type(o), Tensor) and on_tpu(o) for o in gc.get_objects())
 

@@ -4,12 +4,12 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from ...runtime.aliases import storage_of
+from ...runtime.aliases import identify_storage
 
 
 def handle_of(tensor: Tensor) -> Hashable:
     """Return the identity of a tensor's memory."""
-    return storage_of(tensor), place_of(tensor)
+    return identify_storage(tensor), place_of(tensor)
 
 
 def place_of(tensor: Tensor) -> Hashable:

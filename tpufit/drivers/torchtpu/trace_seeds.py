@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...backend import Placement
-from ...runtime.aliases import storage_of
+from ...runtime.aliases import identify_storage
 from ...runtime.trace_seeds import Draw, Place, TraceSeeds
 from ...utils.random import to_signed
 from .compute_modes import computing, noting
@@ -29,7 +29,7 @@ class GeneratorState:
     tensor: Tensor
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, GeneratorState) and storage_of(self.tensor) == storage_of(other.tensor)
+        return isinstance(other, GeneratorState) and identify_storage(self.tensor) == identify_storage(other.tensor)
 
     __hash__ = None  # type: ignore[assignment]
 

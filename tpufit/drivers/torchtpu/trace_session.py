@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import TensorWeakRef
 
 from ...errors import PreflightError
-from ...runtime.aliases import storage_of
+from ...runtime.aliases import identify_storage
 from .compute_modes import computing, noting
 from .jax_calls import JaxCalls
 from .one_core import OneCore
@@ -76,16 +76,16 @@ class Session(TorchDispatchMode):
                 argument = names().placeholder(list(value.shape), value.dtype, False)
                 self._add(value, argument)
                 stand_in = argument.clone()
-                self._shown_values[storage_of(stand_in)] = value
+                self._shown_values[identify_storage(stand_in)] = value
                 if _is_whole(value):
-                    self._stand_ins[storage_of(value)] = stand_in
+                    self._stand_ins[identify_storage(value)] = stand_in
                 self._storages.append(stand_in.untyped_storage())
                 shown.append(stand_in)
         return shown
 
     def take(self, value: Tensor) -> None:
         """Add a value that the trace uses without a stand-in, and never changes."""
-        self._direct_values.add(storage_of(value))
+        self._direct_values.add(identify_storage(value))
         self._add(value, value)
 
     def _add(self, value: Tensor, argument: Tensor) -> None:
@@ -128,7 +128,7 @@ class Session(TorchDispatchMode):
     def _note(self, tensor: Tensor) -> None:
         if tensor.is_cpu:  # a cheap test for most of the others
             return
-        storage = storage_of(tensor)
+        storage = identify_storage(tensor)
         if (
             storage in self._new_storages
             or storage in self._shown_values
@@ -137,7 +137,7 @@ class Session(TorchDispatchMode):
         ):
             return
         base = tensor._base
-        if base is not None and storage_of(base) != storage:  # the view has other memory now
+        if base is not None and identify_storage(base) != storage:  # the view has other memory now
             base = None
         if storage in self._stand_ins or self._cores.has_value(tensor if base is None else base):
             self._show_stand_in(tensor)
@@ -150,7 +150,7 @@ class Session(TorchDispatchMode):
     def _show_stand_in(self, tensor: Tensor) -> None:
         """Let a tensor with a value show a stand-in until the trace ends; tensors with shared memory share it."""
         value = tensor.detach()
-        storage = storage_of(value)
+        storage = identify_storage(value)
         stand_in = self._stand_ins.get(storage)
         if stand_in is None or stand_in.dtype is not value.dtype:
             with computing(), torch.no_grad():
@@ -165,8 +165,8 @@ class Session(TorchDispatchMode):
         tensor.data = stand_in
 
     def _note_change(self, tensor: Tensor) -> None:
-        if not tensor.is_cpu and storage_of(tensor) in self._shown_values:
-            self._changed.add(storage_of(tensor))
+        if not tensor.is_cpu and identify_storage(tensor) in self._shown_values:
+            self._changed.add(identify_storage(tensor))
 
     def _compute(self, func: Any, args: Any, kwargs: Any, on_host: bool) -> Any:
         """Compute an operation that needs values, in the middle of the trace."""
@@ -187,7 +187,7 @@ class Session(TorchDispatchMode):
 
     def is_pending(self, tensor: Tensor) -> bool:
         """True if the graph has yet to compute a tensor."""
-        storage = storage_of(tensor)
+        storage = identify_storage(tensor)
         value = self._shown_values.get(storage)
         if value is not None:
             return storage in self._changed or place_of(tensor) != place_of(value)
@@ -195,7 +195,7 @@ class Session(TorchDispatchMode):
 
     def find_written(self) -> list[Tensor]:
         """Return the tensors created before the trace that it has changed, or given another value by `data`."""
-        alive = [(tensor, storage_of(tensor)) for weak, _ in self._user_tensors if (tensor := weak()) is not None]
+        alive = [(tensor, identify_storage(tensor)) for weak, _ in self._user_tensors if (tensor := weak()) is not None]
         return [tensor for tensor, storage in alive if storage in self._changed or storage not in self._shown_values]
 
     def list_kept(self) -> list[Tensor]:
@@ -207,24 +207,26 @@ class Session(TorchDispatchMode):
         """Restore the values of the user's tensors that still show stand-ins."""
         for weak, value in self._user_tensors:
             tensor = weak()
-            if tensor is not None and storage_of(tensor) in self._shown_values:
+            if tensor is not None and identify_storage(tensor) in self._shown_values:
                 tensor.data = value
 
     def handle(self, tensor: Tensor) -> Hashable:
         """Return the identity of the memory of a tensor's value."""
-        value = self._shown_values.get(storage_of(tensor))
+        value = self._shown_values.get(identify_storage(tensor))
         return handle_of(tensor) if value is None else handle_of(value)
 
     def find_value(self, tensor: Tensor) -> Tensor | None:
         """Return the value behind a stand-in; None if the tensor is pending or isn't a stand-in."""
-        value = self._shown_values.get(storage_of(tensor))
+        value = self._shown_values.get(identify_storage(tensor))
         return None if value is None or self.is_pending(tensor) else value
 
     def evaluate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Compute tensors of the trace now, and return their values."""
         waiting = [t for t in tensors if self.is_pending(t)]
         computed = iter(self._compute_now(waiting) if waiting else [])
-        return [next(computed) if self.is_pending(t) else self._shown_values.get(storage_of(t), t) for t in tensors]
+        return [
+            next(computed) if self.is_pending(t) else self._shown_values.get(identify_storage(t), t) for t in tensors
+        ]
 
     def _compute_now(self, roots: Sequence[Tensor]) -> list[Tensor]:
         text = text_of(roots, self._arguments)

@@ -91,7 +91,7 @@ class XlaDriver(Driver):
             return {}
         return {"limit": int(info["bytes_limit"]), "used": int(info["bytes_used"])}
 
-    def kind_of(self) -> str:
+    def find_kind(self) -> str:
         import torch_xla
         import torch_xla.runtime as runtime
 
@@ -110,7 +110,7 @@ class XlaDriver(Driver):
 
     # Placements
 
-    def placement_on(self, cores: Cores, recorder: Any) -> Placement:
+    def make_placement(self, cores: Cores, recorder: Any) -> Placement:
         return XlaCores(cores) if recorder is None else AbsentXlaCores(cores, recorder=recorder)
 
     def send_parts(self, parts: Sequence[Tensor], axis: int, block: int, rows_: int, placement: Placement) -> Tensor:
@@ -263,11 +263,11 @@ class XlaDriver(Driver):
 
     # Reports
 
-    def message_of(self, error: BaseException) -> str:
-        return release_differences.message_of(error)
+    def extract_message(self, error: BaseException) -> str:
+        return release_differences.extract_message(error)
 
-    def fallback_counts(self) -> Counter[str]:
-        return xla_counters.fallback_counts()
+    def count_fallbacks(self) -> Counter[str]:
+        return xla_counters.count_fallbacks()
 
     def count_reads(self) -> Hashable:
         return xla_counters.count_reads()
@@ -281,8 +281,8 @@ class XlaDriver(Driver):
         metrics = xla_counters.xla_metrics()
         return (metrics.metric_data("ExecuteTime") or (0, 0.0))[1] / 1e9 if metrics else 0.0
 
-    def live_tensors(self) -> int:
-        return xla_counters.live_tensors()
+    def count_live_tensors(self) -> int:
+        return xla_counters.count_live_tensors()
 
     def metrics_report(self) -> str:
         metrics = xla_counters.xla_metrics()

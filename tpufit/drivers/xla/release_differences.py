@@ -65,11 +65,12 @@ def remove_exit_handler(runtime: Any) -> None:
         atexit.unregister(runtime._prepare_to_exit)
 
 
-def message_of(error: BaseException) -> str:
+def extract_message(error: BaseException) -> str:
     """Return the text of an error from torch_xla without the C++ stack.
 
     Example:
-        >>> message_of(RuntimeError("No client. *** Begin stack trace *** f() *** End stack trace *** Unknown device"))
+        >>> error = RuntimeError("No client. *** Begin stack trace *** f() *** End stack trace *** Unknown device")
+        >>> extract_message(error)
         'No client. Unknown device'
     """
     return _STACK.sub(" ", str(error)).strip()

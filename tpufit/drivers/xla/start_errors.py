@@ -5,7 +5,7 @@ import re
 from ...errors import DeviceBusyError, StartError
 from ...runtime.device_errors import add_runtime_text
 from ...utils import hardware, releases
-from .release_differences import message_of
+from .release_differences import extract_message
 
 _BUSY = re.compile(r"already in use|device or resource busy|in used? by another process", re.IGNORECASE)
 _CLOSED = re.compile(r"/dev/(?:accel|vfio)\S*\)?:? .*(?:Operation not permitted|Permission denied)", re.IGNORECASE)
@@ -21,7 +21,7 @@ def translate_import(error: BaseException) -> StartError:
         "torch_xla can't be imported, because it can't determine the type of this TPU. Before Python starts, set "
         "TPU_SKIP_MDS_QUERY=1, TPU_ACCELERATOR_TYPE to the type of the TPU, e.g. v5litepod-8, and TPU_WORKER_ID=0"
     )
-    return StartError(add_runtime_text(sentence, f"{type(error).__name__}: {message_of(error)}"))
+    return StartError(add_runtime_text(sentence, f"{type(error).__name__}: {extract_message(error)}"))
 
 
 def translate_start(error: BaseException, platform: str | None, requested_device: str | None) -> StartError:
@@ -37,7 +37,7 @@ def translate_start(error: BaseException, platform: str | None, requested_device
         PJRT_DEVICE='TPU' requests a TPU, but its driver, libtpu, is not installed. On a TPU run: pip install libtpu==...; without a TPU unset PJRT_DEVICE
         torch_xla says: libtpu not found
     """  # noqa: E501
-    text = message_of(error)
+    text = extract_message(error)
     holders = hardware.find_tpu_processes()
     asks = f"PJRT_DEVICE={requested_device!r} requests a {platform}, but"
     if ("libtpu" in text and ("not found" in text or "cannot open" in text)) or "Failed to open" in text:

@@ -19,7 +19,7 @@ def xla_metrics() -> Any:
     return metrics if hasattr(metrics, "executed_fallback_ops") else None  # the module's last name, so it is complete
 
 
-def fallback_counts() -> Counter[str]:
+def count_fallbacks() -> Counter[str]:
     """Return how often each operation has run on the host, including reads of a value."""
     metrics = xla_metrics()
     names = [name for name in metrics.counter_names() if name.startswith("aten::")] if metrics else []
@@ -39,7 +39,7 @@ def count_copies() -> tuple[int | None, ...]:
     return tuple(map(metrics.counter_value, _COPIES)) if metrics else ()
 
 
-def live_tensors() -> int:
+def count_live_tensors() -> int:
     """Return the number of tensors on the device that Python or a pending graph references."""
     metrics = xla_metrics()
     if metrics is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core_kind import keeps_bfloat16, kind_of
+from ..core_kind import find_kind, keeps_bfloat16
 from ..trace_context import assuming_finite, trace_context
 from .attention_choice import choose_flash, cores
 from .dropout import compute_once, draw_keep_mask, scale_kept
@@ -303,7 +303,7 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
 def _gains_by_bfloat16(query: Tensor, key: Tensor) -> bool:
     """True if weights in bfloat16 save memory: short sequences, or partial tiles, take more memory in bfloat16."""
     long = all(x.shape[-2] >= 256 and x.shape[-2] % 128 == 0 for x in (query, key))
-    return long and query.dtype is torch.bfloat16 and keeps_bfloat16(kind_of(query.device))
+    return long and query.dtype is torch.bfloat16 and keeps_bfloat16(find_kind(query.device))
 
 
 def _can_share(queries: int, keys: int, enable_gqa: bool) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...backend.attention import AttentionForms
 from ...utils import releases
 from ...utils.user_code import warn
-from ..core_kind import has_flash, kind_of
+from ..core_kind import find_kind, has_flash
 from ..placement import CorePlacement
 from ..trace_context import trace_context, tracing_with
 from .masks import Masks, Pattern
@@ -32,7 +32,7 @@ _OTHER_MASK = (
 def choose_attention(forms: AttentionForms, placement: CorePlacement) -> Iterator[None]:
     """A context of a trace in which attention takes the requested forms, and `forms` records each layer's form."""
     # Watching masks costs time, so it is done only where the kernel is possible.
-    watches = forms.requested != "plain" and _has_kernel(kind_of(placement.device))
+    watches = forms.requested != "plain" and _has_kernel(find_kind(placement.device))
     masks = Masks() if watches else None
     with tracing_with(attention=forms, placement=placement, masks=masks), masks.watch() if masks else nullcontext():
         yield
@@ -76,7 +76,7 @@ def choose_flash(
 
 def _obstacle(query: Tensor, dropout: float) -> str:
     """Say why the kernel can't compute an attention with any mask; "" if it can."""
-    kind = kind_of(query.device)
+    kind = find_kind(query.device)
     if find_spec("jax") is None:
         cure = releases.make_install_command(releases.find_compiler_versions(), "jax", "jaxlib")
         return f"the kernel needs JAX, which isn't installed: {cure}"
