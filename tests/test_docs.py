@@ -160,8 +160,8 @@ def test_every_public_name_is_in_the_reference():
     assert len(shown) == len(set(shown))
     # A function with its module's name: by the shorter name the whole module would be shown.
     shown = [name.replace("tpufit.data.stream.stream", "tpufit.data.stream") for name in shown]
-    inner = {f"tpufit.diagnostics.plots.{name}" for name in ("close", "new_axes", "require_matplotlib")}
-    inner |= {"tpufit.preflight.report.price", "tpufit.preflight.report.status_of"}
+    inner = {f"tpufit.diagnostics.plots.{name}" for name in ("close", "make_axes", "require_matplotlib")}
+    inner |= {"tpufit.preflight.report.estimate_price", "tpufit.preflight.report.find_exit_status"}
     assert sorted({*public_names()} - inner - {*shown}) == []
 
 

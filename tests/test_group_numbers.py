@@ -23,7 +23,7 @@ def averaged(k, rate, largest, total):
 
 def trace_of(numbers):
     trace = NumberTrace()
-    given = [trace.number((0, 0, 0, str(i)), value) for i, value in enumerate(numbers)]
+    given = [trace.record_number((0, 0, 0, str(i)), value) for i, value in enumerate(numbers)]
     return trace, averaged(*given)
 
 
@@ -57,7 +57,7 @@ def test_another_branch_needs_another_trace(numbers):
 @pytest.mark.parametrize("read", [float, int, hash, lambda number: {number: 0}])
 def test_a_number_that_is_read_belongs_to_the_trace(read):
     trace = NumberTrace()
-    read(trace.number((0, 0, 0, "k"), 2))
+    read(trace.record_number((0, 0, 0, "k"), 2))
     assert trace.recompute({(0, 0, 0, "k"): 2}) == [2, 2]
     assert trace.recompute({(0, 0, 0, "k"): 3}) is None
 
@@ -86,12 +86,12 @@ def test_pytorch_computes_with_it_as_with_a_number(use):
     function, takes_tensor = USES[use]
     trace = NumberTrace()
     trace.enter = lambda index: torch.tensor(trace.values[index])
-    found = function(trace.number((0, 0, 0, "a"), 0.75))
+    found = function(trace.record_number((0, 0, 0, "a"), 0.75))
     torch.testing.assert_close(found, function(0.75))
     assert (trace.recompute({(0, 0, 0, "a"): 0.5}) is not None) == takes_tensor
 
 
 def test_math_sqrt_of_a_number_is_part_of_the_trace():
     trace = NumberTrace()
-    assert math.sqrt(trace.number((0, 0, 0, "a"), 0.25)) == 0.5
+    assert math.sqrt(trace.record_number((0, 0, 0, "a"), 0.25)) == 0.5
     assert trace.recompute({(0, 0, 0, "a"): 0.25}) and trace.recompute({(0, 0, 0, "a"): 0.5}) is None

@@ -231,7 +231,7 @@ def test_logs_of_a_batch_hold_its_own_values():
     kept = []
     for y_pred, y in batches(4, 4, 4):
         step(running, y_pred, y, loss=y_pred.mean())
-        kept.append(running.lazy())
+        kept.append(running.make_lazy_logs())
     parts = batches(4, 4, 4)
     for i, logs in enumerate(kept):
         y_pred, y = joined(parts[: i + 1])

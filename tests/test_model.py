@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tpufit
-from tpufit.diagnostics.summary import table
+from tpufit.diagnostics.summary import format_table
 from tpufit.errors import ArgumentError, NotCompiledError, NotPicklableError, UnknownNameError
 from tpufit.step import precision
 
@@ -212,7 +212,7 @@ def test_summary_counts_shared_and_frozen_parameters_once(capsys):
     net[1].weight = net[0].weight
     net.append(nn.Linear(10, 2))
     net[3].weight.requires_grad_(False)
-    text = table(net)
+    text = format_table(net)
     assert [line.split() for line in text.splitlines()] == [
         ["layer", "type", "output", "parameters", "bytes", "dtype"],
         ["0", "Embedding", "?", "40", "160", "B", "float32"],
@@ -222,7 +222,7 @@ def test_summary_counts_shared_and_frozen_parameters_once(capsys):
         ["62", "parameters", "(248", "B),", "42", "of", "them", "trainable"],
     ]
     net[3].bias.requires_grad_(False)
-    assert table(net).splitlines()[4].split()[-2:] == ["float32", "frozen"]
+    assert format_table(net).splitlines()[4].split()[-2:] == ["float32", "frozen"]
     tpufit.Model(net).summary()
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == (

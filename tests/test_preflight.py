@@ -25,7 +25,7 @@ from tpufit.__main__ import main
 from tpufit.data.user_data import recognize, recognize_held_out
 from tpufit.errors import ArgumentError, LabelError, NotCompiledError, PreflightError, UnknownNameError
 from tpufit.preflight import Comparison, PreflightReport
-from tpufit.preflight.analysis import Collective, CompiledProgram, Cost, Memory, analyse
+from tpufit.preflight.analysis import Collective, CompiledProgram, Cost, Memory, analyze
 from tpufit.preflight.hlo import parse_arguments, parse_arrays, parse_operations
 from tpufit.preflight.pickling import pickle_training
 from tpufit.preflight.preflight_plan import make_plan
@@ -143,7 +143,7 @@ FIGURES = {"memory": STATS, "flops": 2e6, "bytes": 1e4, "seconds": 1.5}
 
 def test_a_program_is_analysed():
     before = 'ENTRY %main {\n  %d = f32[8,8]{1,0} dot(%a, %b), metadata={op_name="~forward|0|1~/dot"}\n}\n'
-    found = analyse(TRACED, FIGURES, before, PROGRAM, find_slice("v5e-8"))
+    found = analyze(TRACED, FIGURES, before, PROGRAM, find_slice("v5e-8"))
     padded = [array.padded for array in parse_arguments(PROGRAM)]
     assert found.fits and found.memory.parts == {
         **dict(zip(("weights", "optimizer", "batch", "other"), padded, strict=True)),
@@ -249,7 +249,7 @@ def test_a_loops_body_counts_for_each_iteration():
     bodies = {"inner": 10.0, "outer": 1010.0, "body": 100_000.0}
     compiled = FIGURES | {"loops": {name: {"flops": n, "bytes": 2 * n} for name, n in bodies.items()}}
     compiled |= {"flops": 101_010.0, "bytes": 202_020.0}
-    found = analyse(TRACED | {"arguments": [argument()]}, compiled, "", LOOPED, find_slice("v5e-8"))
+    found = analyze(TRACED | {"arguments": [argument()]}, compiled, "", LOOPED, find_slice("v5e-8"))
     expected = 6 * 10 + 3 * 1000 + 100_000
     assert found.cost == Cost(expected, 2 * expected, expected, loops=1)
     assert [(one.kind, one.count, one.nbytes) for one in found.collectives] == [("all-reduce", 6, 6 * 32)]
@@ -261,7 +261,7 @@ def test_too_large_is_a_report_and_other_refusals_are_errors():
         "15.75G hbm. Exceeded hbm capacity by 8.75G.\n\n  Largest program allocations in hbm:\n\n"
         '  1. Size: 16.00G\n     Operator: op_name="~forward|0|1~/dot"\n     Shape: f32[65536,65536]{1,0:T(8,128)}\n'
     )
-    found = analyse(TRACED, {"error": words, "seconds": 2.0}, "", "", find_slice("v5e-8"))
+    found = analyze(TRACED, {"error": words, "seconds": 2.0}, "", "", find_slice("v5e-8"))
     assert not found.fits and found.memory.total == int(24.5 * 2**30) and found.memory.weights == 400
     said = found.warnings["memory"]
     assert said.startswith("it needs 24.5 GiB of a core's 15.75 GiB, 8.75 GiB too much. The largest: 1 x f32[65536,655")
@@ -270,11 +270,11 @@ def test_too_large_is_a_report_and_other_refusals_are_errors():
         "RESOURCE_EXHAUSTED: Allocation (size=20971520000) would exceed memory (size=8589934592) :: #allocation67 "
         "[shape = 'f32[20000,262144]{1,0:T(8,128)}', space=hbm, size = 0xffffffffffffffff, tag = 'output of fusion@{}']"
     )
-    found = analyse(TRACED, {"error": words, "seconds": 2.0}, "", "", find_slice("v2-8"))
+    found = analyze(TRACED, {"error": words, "seconds": 2.0}, "", "", find_slice("v2-8"))
     assert not found.fits and found.memory.total == 20_971_520_000
     assert "11.53 GiB too much. The largest: f32[20000,262144] alone" in found.warnings["memory"]
     with pytest.raises(ValueError, match="Mosaic"):
-        analyse(TRACED, {"error": "INTERNAL: Mosaic failed", "seconds": 2.0}, "", "", find_slice("v5e-8"))
+        analyze(TRACED, {"error": "INTERNAL: Mosaic failed", "seconds": 2.0}, "", "", find_slice("v5e-8"))
 
 
 GIB = 1 << 30
@@ -294,7 +294,7 @@ FULL = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 24.50G o
 )
 def test_too_large_a_program_reports_a_cores_batch(weights, batch, shape, axis, own, advice):
     arguments = [argument(name="0.weight", nbytes=weights), argument("input", "", batch, shape, axis)]
-    found = analyse(TRACED | {"arguments": arguments}, {"error": FULL, "seconds": 2.0}, "", "", find_slice("v5e-8"))
+    found = analyze(TRACED | {"arguments": arguments}, {"error": FULL, "seconds": 2.0}, "", "", find_slice("v5e-8"))
     assert (found.memory.weights, found.memory.batch) == (weights, own)
     assert advice in found.warnings["memory"]
 

@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import tpufit
 from tpufit.data.user_data import recognize
-from tpufit.preflight.analysis import analyse
+from tpufit.preflight.analysis import analyze
 from tpufit.preflight.children import run
 from tpufit.preflight.hlo import find_products, parse_operations
 from tpufit.preflight.pickling import pickle_training
@@ -412,7 +412,7 @@ def test_recomputed_blocks_need_less_memory(run_python):
 LOOPS = """
     import json, os
     from pathlib import Path
-    from tpufit.preflight.compiling import NO_HOST, annotate, as_text, compile_for, figures, hlo_module
+    from tpufit.preflight.compiling import NO_HOST, annotate, as_text, build_hlo_module, compile_for, read_figures
 
     os.environ |= NO_HOST
     import jax
@@ -440,7 +440,7 @@ LOOPS = """
         hlo = jax.jit(function, keep_unused=True).lower(*given).compiler_ir("hlo").as_serialized_hlo_module_proto()
         arguments = [{"shape": list(one.shape), "donated": False, "axis": None} for one in given]
         program = compile_for(chips.devices[:1], annotate(hlo, arguments, 1))
-        found = figures(program) | {"seconds": 1.0, "text": program.hlo_modules()[0].to_string()}
+        found = read_figures(program) | {"seconds": 1.0, "text": program.hlo_modules()[0].to_string()}
         Path(f"{function.__name__}.json").write_text(json.dumps(found))
     """
 
@@ -453,7 +453,7 @@ def test_a_loops_body_counts_for_each_iteration(run_python, tmp_path):
     costs, within = {}, {}
     for name in ("apart", "looped", "endless"):
         found = json.loads((tmp_path / f"{name}.json").read_text())
-        program = analyse(facts | {"arguments": arguments}, found, "", found["text"], find_slice("v5e-1"))
+        program = analyze(facts | {"arguments": arguments}, found, "", found["text"], find_slice("v5e-1"))
         assert (" while(" in program.text) == (name != "apart")
         costs[name] = program.cost
         within[name] = max((one.cycles for one, entry in parse_operations(program.text) if not entry), default=0)
@@ -467,7 +467,7 @@ def test_a_loops_body_counts_for_each_iteration(run_python, tmp_path):
 
 STABLEHLO = """
     import json, os
-    from tpufit.preflight.compiling import NO_HOST, annotate, as_text, compile_for, figures, hlo_module
+    from tpufit.preflight.compiling import NO_HOST, annotate, as_text, build_hlo_module, compile_for, read_figures
 
     os.environ |= NO_HOST
     from jax.experimental import topologies
@@ -486,8 +486,8 @@ STABLEHLO = """
     chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", chips_per_host_bounds=(2, 4, 1))
     arguments = [{"shape": shape, "donated": False, "axis": None} for shape in ([256, 256], [512, 256])]
     compiled = compile_for(chips.devices[:8], annotate(program, arguments, 8))
-    before, after = as_text(hlo_module(program)), as_text(compiled.hlo_modules()[0])
-    found = figures(compiled)["memory"], "all-reduce" in after, before
+    before, after = as_text(build_hlo_module(program)), as_text(compiled.hlo_modules()[0])
+    found = read_figures(compiled)["memory"], "all-reduce" in after, before
     print(json.dumps(found))
     """
 

@@ -69,7 +69,7 @@ def preflight(chosen: argparse.Namespace) -> int:
     """
     from .errors import TpufitError
     from .model import Model
-    from .preflight.report import FAILED, status_of
+    from .preflight.report import FAILED, find_exit_status
     from .preflight.run_script import run_script
     from .utils.terminal import standard_output
 
@@ -97,7 +97,7 @@ def preflight(chosen: argparse.Namespace) -> int:
     for number, report in enumerate(reports):
         if chosen.save is not None:
             report.save(chosen.save / str(number) if len(reports) > 1 else chosen.save)
-    return status_of(reports)
+    return find_exit_status(reports)
 
 
 def _rows(word: str) -> int | str:

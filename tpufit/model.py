@@ -29,7 +29,7 @@ from .checkpoint import (
 from .checkpoint import save as save_checkpoint
 from .data.user_data import recognize, recognize_held_out
 from .diagnostics.report import Report
-from .diagnostics.summary import memory, record_outputs, table
+from .diagnostics.summary import describe_memory, format_table, record_outputs
 from .errors import (
     ArgumentError,
     CheckpointDamagedError,
@@ -969,7 +969,10 @@ class Model(StepMethods):
         inside = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
         state = [t for key, t in engine.state.tensors()[0].items() if key not in inside]
         split = {key: sharding.axis for key, sharding in engine.state.device.shardings.items()}
-        lines = [table(self.module, seen.shapes, split), memory(self.module, state, engine.state.bytes_per_core)]
+        lines = [
+            format_table(self.module, seen.shapes, split),
+            describe_memory(self.module, state, engine.state.bytes_per_core),
+        ]
         lines += [f"precision {engine.config.precision}: {seen.formats}"] if seen.formats else []
         (print_fn or print)("\n".join(lines))
 
@@ -1507,9 +1510,9 @@ def _to_keras_form(logs: Mapping[str, Any], names: Sequence[str], return_dict: b
 
 def _by_compiler(engine: Engine, train: TrainingData, cores: Cores, memory: int) -> int | None:
     """Find the largest batch by the TPU's compiler, for `batch_size="auto"`; None if the compiler is missing."""
-    from .preflight import largest_batch  # here, because few programs need it
+    from .preflight import find_largest_batch  # here, because few programs need it
 
-    return largest_batch(engine, train, cores, memory)
+    return find_largest_batch(engine, train, cores, memory)
 
 
 @in_turn(exclusive=True)

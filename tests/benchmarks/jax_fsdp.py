@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_mesh import mesh_of
 from networks import TRAININGS
 
-from tpufit.preflight.compiling import figures
+from tpufit.preflight.compiling import read_figures
 from tpufit.preflight.tpu_slices import Slice, find_slice
 from tpufit.step.sharding import choose_dimension
 
@@ -116,6 +116,6 @@ if __name__ == "__main__":
     program = lowered(name, on)
     began = time.perf_counter()
     compiled = program.compile()
-    found = figures(compiled.runtime_executable()) | {"seconds": time.perf_counter() - began}
+    found = read_figures(compiled.runtime_executable()) | {"seconds": time.perf_counter() - began}
     (folder / f"jax.{on.name}.txt").write_text(compiled.as_text())
     (folder / f"jax.{on.name}.json").write_text(json.dumps(found))

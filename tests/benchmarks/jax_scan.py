@@ -22,7 +22,7 @@ from typing import Any
 
 from engine import HERE, machine
 
-from tpufit.preflight.compiling import NO_HOST, compile_for, figures
+from tpufit.preflight.compiling import NO_HOST, compile_for, read_figures
 from tpufit.preflight.hlo import parse_operations
 from tpufit.preflight.loop_counts import Loops
 from tpufit.utils import releases
@@ -179,7 +179,7 @@ def compiled(net: Net) -> dict[str, float]:
     )
     program = compile_for(chips.devices[:1], module)
     seconds = time.perf_counter() - traced
-    memory = figures(program)["memory"]
+    memory = read_figures(program)["memory"]
     return {
         "cycles": cycles(program.hlo_modules()[0].to_string()),
         "temporaries": memory["temp"],

@@ -27,7 +27,7 @@ from engine import HERE, ROOT, machine, versions
 from networks import GPT2, TRAININGS, of_words
 
 import tpufit
-from tpufit.preflight.analysis import analyse
+from tpufit.preflight.analysis import analyze
 from tpufit.preflight.children import run
 from tpufit.preflight.compiling import NO_HOST
 from tpufit.preflight.hlo import parse_arguments
@@ -117,7 +117,7 @@ def of_jax() -> dict[str, Any]:
         arguments = [{"source": "state", "name": ""} for _ in parse_arguments(after)]
         facts = {"role": "train", "cause": "", "rows": 8 * TRAININGS[NETWORK].rows, "steps": 1, "lines": []}
         facts |= {"precision": "bf16", "remat": False, "arguments": arguments}
-        found[name] = figures(analyse(facts, compiled, "", after, on))
+        found[name] = figures(analyze(facts, compiled, "", after, on))
     return found
 
 

@@ -21,7 +21,7 @@ from jax_mesh import mesh_of
 from keras_networks import NETWORKS
 from networks import TRAININGS, Training
 
-from tpufit.preflight.compiling import figures
+from tpufit.preflight.compiling import read_figures
 from tpufit.preflight.preflight_plan import TRACED
 from tpufit.preflight.tpu_slices import Slice, find_slice
 
@@ -78,7 +78,7 @@ def main(name: str, folder: Path, on: Slice, compiles: bool) -> None:
     pxla.is_default_layout = lambda *_: True
     began = time.perf_counter()
     compiled = program.compile()
-    found = figures(compiled.runtime_executable()) | {"seconds": time.perf_counter() - began}
+    found = read_figures(compiled.runtime_executable()) | {"seconds": time.perf_counter() - began}
     (folder / f"0.{on.name}.txt").write_text(compiled.as_text())
     (folder / f"0.{on.name}.json").write_text(json.dumps(found))
 

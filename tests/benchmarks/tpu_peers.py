@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tpufit.preflight.analysis import CompiledProgram, analyse
+from tpufit.preflight.analysis import CompiledProgram, analyze
 from tpufit.preflight.children import run
 from tpufit.preflight.compiling import NO_HOST, as_text
 from tpufit.preflight.hlo import parse_arguments
@@ -55,7 +55,7 @@ class Keras(Peer):
         after = (folder / f"0.{on.name}.txt").read_text()
         # The purpose of arguments is unknown: the figures don't distinguish them.
         arguments = [{"source": "state", "name": ""} for _ in parse_arguments(after)]
-        return [analyse(traced["0"] | {"arguments": arguments}, compiled, "", after, on)]
+        return [analyze(traced["0"] | {"arguments": arguments}, compiled, "", after, on)]
 
     def _run(self, folder: Path, *words: str) -> None:
         command = [str(HERE / "tpu_keras.py"), self.name, str(folder), *words]

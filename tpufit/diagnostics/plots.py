@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_TEXT = 30  # the most classes of a confusion matrix with numbers in the cells
 
 
-def new_axes(count: int = 1, side: tuple[float, float] = (5.0, 3.5)) -> tuple[Figure, list[Axes]]:
+def make_axes(count: int = 1, side: tuple[float, float] = (5.0, 3.5)) -> tuple[Figure, list[Axes]]:
     """Make axes side by side in a new figure, in the style of these pictures; `side` is width and height in inches.
 
     Raises:
@@ -81,7 +81,7 @@ def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Figu
     titles = list(dict.fromkeys(name.removeprefix("val_") for name in lines))
     if not titles:
         raise ArgumentError("there are no logs to draw: plot() is for the history of a training")
-    figure, axes = new_axes(len(titles))
+    figure, axes = make_axes(len(titles))
     from matplotlib.ticker import MaxNLocator
 
     for ax, title in zip(axes, titles, strict=True):
@@ -126,7 +126,7 @@ def confusion_matrix(matrix: Any, labels: Sequence[object] | None = None) -> Fig
         raise ArgumentError(f"labels must be {classes}, one per class, got {len(names)}")
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1e-12)
     size = max(4.0, min(12.0, 0.5 * classes + 1.5))
-    figure, (ax,) = new_axes(side=(size, size))
+    figure, (ax,) = make_axes(side=(size, size))
     ax.grid(visible=False)
     ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     places = range(classes)

@@ -19,7 +19,7 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def table(
+def format_table(
     module: nn.Module, outputs: Mapping[str, str] | None = None, split: Mapping[int, int | None] = _NOTHING
 ) -> str:
     """Format a table of the layers that have parameters or contain no other layer, and of the totals, as text.
@@ -28,7 +28,7 @@ def table(
     has the dimension along which a parameter is split over the cores, by its `id`.
 
     Example:
-        >>> print(table(nn.Linear(2, 3), {"": "8x3"}))
+        >>> print(format_table(nn.Linear(2, 3), {"": "8x3"}))
          layer     type    output  parameters  bytes  dtype...
          (module)  Linear  8x3     9           36 B   float32...
         9 parameters (36 B), 9 of them trainable
@@ -56,7 +56,7 @@ def table(
     return f"{render(rows, _WIDTH)}\n{totals}"
 
 
-def memory(
+def describe_memory(
     module: nn.Module, state: Iterable[Tensor], bytes_per_core: Callable[[Iterable[Tensor]], int] = _count_bytes
 ) -> str:
     """Describe the memory that a training uses on each core, without the activations and batches of its steps.
@@ -65,7 +65,7 @@ def memory(
     `bytes_per_core` counts the bytes of some tensors on each core.
 
     Example:
-        >>> memory(nn.Linear(2, 3), [])
+        >>> describe_memory(nn.Linear(2, 3), [])
         'memory per core: 72 B = 36 B weights + 36 B gradients + ? optimizer (known after a step); activations apart'
     """
     weights = list({id(t): t for t in (*module.parameters(), *module.buffers())}.values())

@@ -230,7 +230,7 @@ class PassMetrics(SumTable):
         """Compute the means and metrics over all rows so far. **This waits** for the device; reports say `reason`."""
         return self._snapshot(self.names)(reason)
 
-    def lazy(self) -> LazyLogs:
+    def make_lazy_logs(self) -> LazyLogs:
         """Return the means and metrics over all rows so far, which are fetched only when they are read."""
         # Without `DatasetMetric`s, which would join all rows so far at each read.
         names = [name for name in self.names if not isinstance(self._metric_of(name), DatasetMetric)]

@@ -176,7 +176,7 @@ def list_device_state(optimizer: Optimizer) -> list[Tensor]:
         if isinstance(value, Tensor) and belongs(value, parameter, name)
     ]
     if isinstance(optimizer, SharedStepCounters):
-        values = [*(value for value in optimizer.counters() if value.dim() or counts_on_device), *values]
+        values = [*(value for value in optimizer.list_counters() if value.dim() or counts_on_device), *values]
     return list({id(value): value for value in values}.values())
 
 

@@ -70,7 +70,7 @@ class NumberTrace:
         self.results: dict[tuple[int, int, str], Any] = {}  # by optimizer, group and name: what the steps have changed
         self.enter: Callable[[int], Tensor] = lambda index: self.used[index]  # makes a number an input
 
-    def number(self, place: _Place, value: float) -> Traced:
+    def record_number(self, place: _Place, value: float) -> Traced:
         """Record a number of a group."""
         return Traced(self, self._record(Number(place), lambda: value))
 
@@ -258,7 +258,7 @@ class GroupNumbers:
 
         def as_traced(place: tuple[int, int, int, str], option: Any) -> Any:
             places = [(*place, part) for part in range(len(_list(option)))]
-            numbers = [trace.number(each, self._numbers[each]) for each in places]
+            numbers = [trace.record_number(each, self._numbers[each]) for each in places]
             return type(option)(numbers) if isinstance(option, (tuple, list)) else numbers[0]
 
         def use(step: int) -> None:

@@ -98,7 +98,7 @@ class SharedStepCounters(Optimizer):
                     self.state[p]["step"] = others[count]
         self._stepped = True
 
-    def counters(self) -> list[Tensor]:
+    def list_counters(self) -> list[Tensor]:
         """Return the counters, the spare one first, so that the order doesn't change once it is used."""
         return [*([] if self._spare is None else [self._spare]), *self._by_counter()]
 

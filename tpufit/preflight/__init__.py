@@ -19,4 +19,4 @@
 """
 
 from .report import Comparison, PreflightReport
-from .run_preflight import largest_batch, run_preflight
+from .run_preflight import find_largest_batch, run_preflight

@@ -1,4 +1,4 @@
-"""`analyse`: memory, cost and communication of a compiled program, from the compiler's figures and the HLO texts."""
+"""`analyze`: memory, cost and communication of a compiled program, from the compiler's figures and the HLO texts."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class CompiledProgram:
     attention: Mapping[str, str] = field(default_factory=dict)
 
 
-def analyse(
+def analyze(
     traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str, after: str, tpu: Slice
 ) -> CompiledProgram:
     """Analyse a program.

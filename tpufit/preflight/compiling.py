@@ -29,7 +29,7 @@ FLAGS = (
 )
 
 
-def hlo_names() -> Any:
+def import_hlo() -> Any:
     """Return JAX's module for HLO, which is a separate module in newer releases."""
     from jax._src.lib import xla_client
 
@@ -57,7 +57,7 @@ def annotate(program: bytes, arguments: list[dict[str, Any]], cores: int) -> Any
     text = (
         program
         if is_stablehlo(program)
-        else xla_client._xla.mlir.xla_computation_to_mlir_module(hlo_names().XlaComputation(program))
+        else xla_client._xla.mlir.xla_computation_to_mlir_module(import_hlo().XlaComputation(program))
     )
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
@@ -70,21 +70,21 @@ def annotate(program: bytes, arguments: list[dict[str, Any]], cores: int) -> Any
         for argument in () if is_stablehlo(program) else arguments:
             attribute: dict[str, Any] = {"jax.buffer_donor": ir.BoolAttr.get(True)} if argument["donated"] else {}
             if cores > 1:
-                attribute["mhlo.sharding"] = ir.StringAttr.get(sharding(argument, cores))
+                attribute["mhlo.sharding"] = ir.StringAttr.get(make_sharding(argument, cores))
             attributes.append(ir.DictAttr.get(attribute))
         if attributes:
             main.arg_attrs = ir.ArrayAttr.get(attributes)
         # Newer releases of JAX compile the module itself.
-        return module if hlo_names() is not xla_client._xla else mlir.module_to_bytecode(module)
+        return module if import_hlo() is not xla_client._xla else mlir.module_to_bytecode(module)
 
 
-def hlo_module(program: bytes) -> Any:
+def build_hlo_module(program: bytes) -> Any:
     """Return a traced program as an object of JAX."""
     from jax._src.lib import xla_client
 
     if is_stablehlo(program):
         return xla_client._xla.mlir.mlir_module_to_xla_computation(program).get_hlo_module()
-    return hlo_names().XlaComputation(program).get_hlo_module()
+    return import_hlo().XlaComputation(program).get_hlo_module()
 
 
 def as_text(module: Any) -> str:
@@ -93,7 +93,7 @@ def as_text(module: Any) -> str:
     return text.replace("={\n", "={").replace(',\n"', ',"').replace("\n}}", "}}")
 
 
-def sharding(argument: dict[str, Any], cores: int) -> str:
+def make_sharding(argument: dict[str, Any], cores: int) -> str:
     """Return the sharding of an argument over the cores, in XLA's syntax."""
     axis = argument["axis"]
     shape = argument["shape"]
@@ -120,7 +120,7 @@ def compile_for(devices: list[Any], module: Any) -> Any:
     return devices[0].client.compile(module, xla_client._xla.DeviceList(tuple(devices)), options)
 
 
-def figures(program: Any) -> dict[str, Any]:
+def read_figures(program: Any) -> dict[str, Any]:
     """Return the compiler's figures for a program."""
     stats = program.get_compiled_memory_stats()
     cost = program.cost_analysis()
@@ -129,11 +129,11 @@ def figures(program: Any) -> dict[str, Any]:
         "memory": {name: getattr(stats, f"{name}_size_in_bytes") for name in names},
         "flops": cost.get("flops", 0.0),
         "bytes": cost.get("bytes accessed", 0.0),
-        "loops": loop_costs(as_text(program.hlo_modules()[0])),
+        "loops": estimate_loop_costs(as_text(program.hlo_modules()[0])),
     }
 
 
-def loop_costs(text: str) -> dict[str, dict[str, float]]:
+def estimate_loop_costs(text: str) -> dict[str, dict[str, float]]:
     """Return the figures of one iteration of each loop, by its body's name. The whole program's figures include it."""
     from jax._src.lib import xla_client
 
@@ -143,7 +143,7 @@ def loop_costs(text: str) -> dict[str, dict[str, float]]:
         begin = text.index(f"\n%{body} (")
         end = text.index("\n}", begin) + 2
         alone = f"HloModule body\n{text[text.index(chr(10)) : begin]}\n\nENTRY {text[begin + 1 : end]}"
-        module = hlo_names().hlo_module_from_text(alone)
+        module = import_hlo().hlo_module_from_text(alone)
         cost = xla_client._xla.hlo_module_cost_analysis(xla_client.make_cpu_client(), module)
         costs[body] = {"flops": cost.get("flops", 0.0), "bytes": cost.get("bytes accessed", 0.0)}
     return costs
@@ -161,7 +161,9 @@ def main(folder: Path, job: dict[str, Any]) -> None:
     )
     for number, program in job["programs"].items():
         if not (folder / f"{number}.before.txt").exists():
-            (folder / f"{number}.before.txt").write_text(as_text(hlo_module((folder / f"{number}.hlo").read_bytes())))
+            (folder / f"{number}.before.txt").write_text(
+                as_text(build_hlo_module((folder / f"{number}.hlo").read_bytes()))
+            )
         name = f"{number}.{job['slice']}"
         module = annotate((folder / f"{number}.hlo").read_bytes(), program["arguments"], job["cores"])
         began = time.perf_counter()
@@ -170,7 +172,7 @@ def main(folder: Path, job: dict[str, Any]) -> None:
         except Exception as error:  # the compiler's errors have private types
             result: dict[str, Any] = {"error": str(error)}
         else:
-            result = figures(compiled)
+            result = read_figures(compiled)
             (folder / f"{name}.txt").write_text(as_text(compiled.hlo_modules()[0]))
         result["seconds"] = time.perf_counter() - began
         (folder / f"{name}.json").write_text(json.dumps(result))

@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from ..diagnostics.plots import new_axes
+from ..diagnostics.plots import make_axes
 from ..diagnostics.report import group_attention_forms
 from ..errors import say_count
 from ..utils.text import format_bytes, render
@@ -175,7 +175,7 @@ class PreflightReport:
         Raises:
             ImportError: Matplotlib is not installed.
         """
-        figure, (memory, layers) = new_axes(2, (6.0, 4.0))
+        figure, (memory, layers) = make_axes(2, (6.0, 4.0))
         parts = {name: nbytes / 2**30 for name, nbytes in self.step.memory.parts.items() if nbytes}
         memory.barh(list(parts), list(parts.values()))
         memory.axvline(self.tpu.chip.memory / 2**30, linestyle="--", color="gray", label=f"a core of {self.tpu.name}")
@@ -327,7 +327,9 @@ class Comparison:
 
         Slices without a published price are left out.
         """
-        prices = [(each, i) for i, one in enumerate(self.reports) if one.fits and (each := price(one)) is not None]
+        prices = [
+            (each, i) for i, one in enumerate(self.reports) if one.fits and (each := estimate_price(one)) is not None
+        ]
         return self.reports[min(prices)[1]] if prices else None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -355,7 +357,7 @@ class Comparison:
             used = f"{format_bytes(report.step.memory.total)} of {format_bytes(report.tpu.chip.memory)}"
             times = ("?", "?", "?", "?")
             if report.step.cost.cycles:
-                each = price(report)
+                each = estimate_price(report)
                 cost = "?" if each is None else f"{1e6 * each:.3g}"
                 times = (f"{1000 * report.seconds:.3g}", f"{report.rows_per_second:,.0f}", cost, report.bound)
             mark = " <- cheapest that fits" if report is self.cheapest else ""
@@ -374,7 +376,7 @@ def _named(compiler: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in compiler.items())
 
 
-def price(report: PreflightReport) -> float | None:
+def estimate_price(report: PreflightReport) -> float | None:
     """Return the estimated list price of a row, in US dollars; None if no price is published."""
     chip = report.tpu.chip
     if chip.price is None:
@@ -382,6 +384,6 @@ def price(report: PreflightReport) -> float | None:
     return report.tpu.devices * chip.price / 3600 / max(report.rows_per_second, 1e-9)
 
 
-def status_of(reports: Iterable[PreflightReport | Comparison]) -> int:
+def find_exit_status(reports: Iterable[PreflightReport | Comparison]) -> int:
     """Return the exit status for several reports, which is the highest."""
     return max((report.status for report in reports), default=FITS)

@@ -22,7 +22,7 @@ from ..trainer.fit_arguments import TrainingData, ValidationData
 from ..trainer.preconditions import require_learning
 from ..utils import hardware, releases
 from ..utils.user_code import warn
-from .analysis import CompiledProgram, analyse
+from .analysis import CompiledProgram, analyze
 from .children import run
 from .compiling import FLAGS
 from .pickling import pickle_training
@@ -158,7 +158,7 @@ class PreflightRun:
             text = folder / f"{name}.{tpu.name}.txt"
             after = text.read_text() if text.exists() else ""
             try:
-                programs.append(analyse(facts, compiled, before, after, tpu))
+                programs.append(analyze(facts, compiled, before, after, tpu))
             except ValueError as error:
                 raise PreflightError(f"the compiler for {tpu.name} refuses the {facts['role']} step: {error}") from None
         return programs
@@ -222,7 +222,7 @@ def run_preflight(
     return reports[0] if isinstance(tpu, str) else Comparison(reports)
 
 
-def largest_batch(engine: Engine, train: TrainingData, cores: Cores, memory: int) -> int | None:
+def find_largest_batch(engine: Engine, train: TrainingData, cores: Cores, memory: int) -> int | None:
     """Find the most rows per core whose training step fits into the memory of these cores, in bytes.
 
     None if the compiler is missing, or if it can't compile for a slice of these cores.

@@ -301,7 +301,7 @@ class StepRunner:
 
     def logs(self) -> LazyLogs:
         """Return the logs of the pass so far; they wait for the device only when they are read."""
-        return self._metrics.lazy()
+        return self._metrics.make_lazy_logs()
 
     def results(self) -> dict[str, Any]:
         """Return the logs of the whole pass from the model's `get_metrics_result`. **This waits** for the device."""

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ..data import Stream
 from ..data.batches import count_rows
 from ..data.prefetch import Prefetcher
-from ..diagnostics.plots import new_axes
+from ..diagnostics.plots import make_axes
 from ..errors import ArgumentError, require_number, require_whole
 from ..hosts import all_reduce_max
 from ..optimizers import set_rate
@@ -131,7 +131,7 @@ class LRCurve:
             ImportError: Matplotlib is not installed.
         """
         if ax is None:
-            _, (ax,) = new_axes()
+            _, (ax,) = make_axes()
         ax.plot(self.lrs, self.losses, alpha=0.3, label="loss")
         ax.plot(self.lrs, self.smoothed, label="smoothed")
         if self.suggestion is not None:
