@@ -190,7 +190,7 @@ def test_graphs_in_global_batches_train_as_in_pytorch(cores, arguments, capsys):
     model.compile(lambda p: torch.optim.SGD(p, lr=0.01), **arguments)
     how = {"batch_size": "global", "cores": cores}
     history = model.fit(graphs(8), epochs=2, validation_data=graphs(8), verbose=2, **how).history
-    batch = f"1 batch a step, split over {cores} cores | lr 0.01, not scaled |"
+    batch = f"1 batch per step, split over {cores} cores | lr 0.01, not scaled |"
     assert batch in capsys.readouterr().out or cores == 1 or "run_eagerly" in arguments
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.01)
 

@@ -86,7 +86,7 @@ def test_auto_is_the_default_size_on_a_cpu(cores, capsys):
     model = made(nn.Linear(4, 3))
     history, _ = fit(model, cores, "auto", verbose=2)
     said = capsys.readouterr().out
-    assert "batch_size='auto': 32 rows a core, the default, because only a TPU reports its memory\n" in said
+    assert "batch_size='auto': 32 rows per core, the default, because only a TPU reports its memory\n" in said
     assert f"batch 32 x {cores}" in said and "batch size" in str(model.report())
     assert len(history["loss"]) == 2 and model.steps_taken == 2 * (640 // (32 * cores) + (640 % (32 * cores) > 0))
     with pytest.raises(ArgumentError, match="batch_size must be"):
@@ -107,7 +107,7 @@ def test_auto_tries_sizes_without_a_compiler(cores, further, memory_is_known, ca
     before = model.get_weights()
     model.fit(X, Y, "auto", 0, cores=cores, verbose=2)
     said = capsys.readouterr().out
-    assert "40 rows a core, the largest tried size that fits (32, 64, 48, 40, 44)" in said
+    assert "40 rows per core, the largest tried size that fits (32, 64, 48, 40, 44)" in said
     assert model.steps_taken == 0 and all(map(np.array_equal, before, model.get_weights()))
     assert "the largest tried size that fits" in str(model.report())
     found = fit(model, cores, "auto")
@@ -115,7 +115,7 @@ def test_auto_tries_sizes_without_a_compiler(cores, further, memory_is_known, ca
     assert found[0] == expected[0] and all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
     model.module.most = 0
-    with pytest.raises(OutOfMemoryError, match="not even one row a core fits: the device has no room"):
+    with pytest.raises(OutOfMemoryError, match="not even one row per core fits: the device has no room"):
         model.fit(X, Y, "auto", verbose=0)
     assert all(torch.equal(expected[1][name], value) for name, value in model.state_dict().items())
 
@@ -137,4 +137,4 @@ def test_auto_compiles_sizes_with_a_compiler(cores, memory_is_known, monkeypatch
     model = made(nn.Linear(4, 3))
     fit(model, cores, "auto", verbose=2)
     said = capsys.readouterr().out
-    assert "640 rows a core, the most that fit according to the TPU's compiler" in said and model.steps_taken == 2
+    assert "640 rows per core, the most that fit according to the TPU's compiler" in said and model.steps_taken == 2

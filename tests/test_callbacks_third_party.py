@@ -146,7 +146,7 @@ def test_a_loss_history_per_batch_fetches_once_a_step(cores):
     assert losses.epochs == history["loss"] and len(losses.batches) == 30
     assert losses.batches[9::10] == history["loss"]  # running means: the last value is the epoch's
     assert all(isinstance(loss, float) for loss in losses.batches)
-    # one wait a step, and one for the epoch, as without any callback
+    # one wait per step, and one for the epoch, as without any callback
     assert waits(counts) == {"batch logs": 30, "logs": 3}
     assert counts.host_reads == 0
 

@@ -31,7 +31,7 @@ def test_a_sound_machine_has_no_findings():
     assert [row for row in tpu if row.status != "ok"] == []
     found = {row.name: row.found for row in tpu}
     assert found["device"] == "TPU v5e: 8 chips, 8 cores of at least 16 GB each; on TPU VM"
-    assert found["training on all cores"].startswith("8 cores: first step 3.0 s with compiling, then 2 ms a step")
+    assert found["training on all cores"].startswith("8 cores: first step 3.0 s with compiling, then 2 ms per step")
     assert (found["host to device and back"], found["device memory"]) == ("5 GB/s", "16 GiB")
 
 

@@ -1,4 +1,4 @@
-"""The operations of a step, counted during compilation, and the speeds: tokens a second, share of the peak."""
+"""The operations of a step, counted during compilation, and the speeds: tokens per second, share of the peak."""
 
 import pytest
 import torch

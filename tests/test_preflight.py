@@ -158,7 +158,7 @@ def test_a_program_is_analysed():
         ("all-reduce", "the step", 1, 16),
     }
     assert found.warnings.keys() == {"gathers", "float32"}
-    assert found.warnings["gathers"].startswith("rows travel between cores, 1 time and 31.25 KiB a step, where sums")
+    assert found.warnings["gathers"].startswith("rows travel between cores, 1 time and 31.25 KiB per step, where sums")
     products = "1 matrix product in float32, with precision='bf16': 0 at train.py:7"
     assert found.warnings["float32"] == f"{products}. Call them inside autocast, or cast their inputs"
 
@@ -566,7 +566,7 @@ def test_the_text_of_a_report():
     assert found.share_of_peak == pytest.approx(4e9 / found.seconds / 197e12)
     assert found.bound == "memory"
     text = str(found)
-    assert "v5e-8: 8 cores, 512 rows a step, bf16" in text and "fits: 7 MiB of 16 GiB a core (0%)" in text
+    assert "v5e-8: 8 cores, 512 rows per step, bf16" in text and "fits: 7 MiB of 16 GiB per core (0%)" in text
     assert re.search(r"^ 0 +67 us +133 us +86%$", text, re.MULTILINE)
     assert re.search(r"^ optimizer +33 us +14%$", text, re.MULTILINE)
     assert re.search(r"^ train +512 +2\.0 s +7 MiB +350,000 +2 all-reduce +it is the first step$", text, re.MULTILINE)
@@ -599,7 +599,7 @@ def test_a_report_of_too_large_a_program():
     assert not found.fits and found.status == 1 and found.rows_per_second == found.share_of_peak == 0
     assert found.warnings == ["train of 512 rows: it needs 24 GiB"]
     text = str(found)
-    assert "does NOT fit: 24 GiB of 16 GiB a core (150%)" in text and "estimated" not in text
+    assert "does NOT fit: 24 GiB of 16 GiB per core (150%)" in text and "estimated" not in text
     assert "warning: train of 512 rows: it needs 24 GiB" in text
 
 
@@ -787,7 +787,7 @@ def test_an_unchanged_example(run_python, tmp_path):
     ended = command(run_python, *words, forks=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (
-        "v5e-8: 8 cores, 64 rows a step, fp32\nfits: " in ended.stdout and "held-out digits: loss nan" in ended.stdout
+        "v5e-8: 8 cores, 64 rows per step, fp32\nfits: " in ended.stdout and "held-out digits: loss nan" in ended.stdout
     ), ended.stdout
     kept = json.loads((tmp_path / "saved" / "report.json").read_text())
     assert kept["fits"] and [one["role"] for one in kept["programs"]] == ["train", "train", "eval", "eval"]
@@ -823,7 +823,7 @@ def test_a_training_that_is_too_large(run_python, tmp_path):
     (tmp_path / "large.py").write_text(LARGE)
     ended = command(run_python, "--tpu", "v2-8", "large.py", "fit")
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert re.search(r"v2-8: 8 cores, 48000 rows a step, fp32\ndoes NOT fit: [\d.]+ GiB of 8 GiB", ended.stdout)
+    assert re.search(r"v2-8: 8 cores, 48000 rows per step, fp32\ndoes NOT fit: [\d.]+ GiB of 8 GiB", ended.stdout)
     assert re.search(r"warning: train of 48000 rows: it needs .* too much\. The largest: ", ended.stdout)
     assert "large.py:20 ended the script with ZeroDivisionError: division by zero. Nothing was trained" in ended.stdout
 
@@ -884,7 +884,7 @@ def test_the_cheapest_policy_that_fits():
     )
     assert few.fits and few.remat is None
     assert many.fits and many.remat == "attention"
-    assert "1 core, 16 rows a step, fp32, remat='attention'" in str(many)
+    assert "1 core, 16 rows per step, fp32, remat='attention'" in str(many)
 
 
 class Attending(nn.Module):

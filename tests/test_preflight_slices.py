@@ -133,7 +133,7 @@ def test_the_clock_fits_the_peak(name, units, side):
     [
         (
             "v4-4",
-            "unknown TPU slice 'v4-4': .* The number of a v4 counts its TensorCores, two a chip. Known: v4-1024",
+            "unknown TPU slice 'v4-4': .* The number of a v4 counts its TensorCores, two per chip. Known: v4-1024",
         ),
         ("v5e-12", "The number of a v5e counts its chips. Known: v5e-1, v5e-128, "),
         ("v5-8", "did you mean 'v5p-8' or 'v5e-8'.* Write a generation and a number. Known: v2-128, "),

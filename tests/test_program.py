@@ -649,7 +649,7 @@ def test_weights_read_in_a_hook_are_current(cores):
 
 
 def test_restoring_weights_each_step_keeps_no_history(cores):
-    """A functional tensor records each exchange, and each took longer than the one before: up to 9 ms a step."""
+    """A functional tensor records each exchange, and each took longer than the one before: up to 9 ms per step."""
 
     class Watched(Callback):
         def on_train_batch_end(self, batch, logs=None): ...

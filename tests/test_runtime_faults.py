@@ -42,7 +42,7 @@ LOAD = StepMemory(
             "Bad StatusOr access: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
             "space hbm. Used 21.95G of 15.48G hbm. Exceeded hbm capacity by 6.47G.\n\nTotal hbm usage >= 22.47G:",
             OutOfMemoryError,
-            "no room for a train step of 64 rows a core: it needs 21.95G of 15.48G",
+            "no room for a train step of 64 rows per core: it needs 21.95G of 15.48G",
         ),
         # libtpu, loading a program and allocating a tensor
         (
@@ -97,7 +97,7 @@ def test_a_full_memory_says_what_is_in_it_and_what_to_try():
     assert "shard" not in said and "Try compile(remat=True)" in said
     small = StepMemory(role="predict", rows=8, cores=8, weights=1, learns=1, optimizer=0, batch=1, precision="bf16")
     said = str(translate(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), small))
-    assert "predict step of 1 row a core" in said and "optimizer" not in said and "bf16" not in said
+    assert "predict step of 1 row per core" in said and "optimizer" not in said and "bf16" not in said
 
 
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("sharding")])
@@ -216,7 +216,7 @@ def test_training_continues_after_a_full_memory(cores):
         return made
 
     fed = model()
-    with pytest.raises(OutOfMemoryError, match=f"train step of {8 // cores} rows a core.*TiB more") as error:
+    with pytest.raises(OutOfMemoryError, match=f"train step of {8 // cores} rows per core.*TiB more") as error:
         fed.fit(*data(), batch_size=8 // cores, verbose=0, cores=cores)
     assert "Out of memory allocating" in str(error.value.__cause__)  # it keeps the traceback, as a notebook does
     assert torch.equal(fed.state_dict()["weight"], torch.ones(4, 3))  # nothing has changed,

@@ -15,7 +15,7 @@ SELECTIONS = {
     "the first token": lambda x: x[:, 0],
     "a step": lambda x: x[2],
     "a part of a step": lambda x: x[2, :, 2:4],
-    "one number a row": lambda x: x[:, 3, 5],
+    "one number per row": lambda x: x[:, 3, 5],
     "the last numbers": lambda x: x[..., 6:],
     "heads": lambda x: x.unflatten(-1, (2, 4))[:, :, 1],
 }

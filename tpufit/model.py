@@ -410,7 +410,7 @@ class Model(StepMethods):
                 label the loss ignores, so that one program is enough. Results equal those of `"exact"` up to rounding,
                 and the step's random numbers differ. This needs a loss of labels such as `"cross_entropy"`, metrics of
                 classes by name, the default steps, and no layers that combine rows, such as batch norms that learn;
-                where tpufit detects one, it is an error. `rows_seen` and samples a second include the padding.
+                where tpufit detects one, it is an error. `rows_seen` and samples per second include the padding.
                 `"drop"`: training leaves the batch out, with different rows each epoch; validation keeps all rows.
             cores: `"auto"` (every TPU core; or the GPU; or one core of the CPU), a number of cores, or `[i]` for one
                 particular core (default: the cores of the first call in this process, else `"auto"`). The first call
@@ -425,7 +425,7 @@ class Model(StepMethods):
                 before anything is compiled.
             StartError: The runtime can't be started, another process uses the TPU, or versions are incompatible.
             BatchError: The module or the loss fails on a batch.
-            OutOfMemoryError: A step doesn't fit, or with `batch_size="auto"` not even one row a core.
+            OutOfMemoryError: A step doesn't fit, or with `batch_size="auto"` not even one row per core.
             ReplayError: A step can't be replayed, which `jit_compile=True` and several cores of TorchTPU require.
             DeviceError, StateLostError: A step failed on the device; then the weights may be lost.
             HostError: The hosts of a pod disagree, or a host is gone.
@@ -489,7 +489,7 @@ class Model(StepMethods):
                 tried, cheapest first, until all programs fit; the report's `remat` names the policy.
 
         Returns:
-            A `PreflightReport` to print, or to read: `fits`, `seconds` a step, `warnings`, ...; for several slices
+            A `PreflightReport` to print, or to read: `fits`, `seconds` per step, `warnings`, ...; for several slices
             a `Comparison`.
 
         Raises:
@@ -1075,7 +1075,7 @@ class Model(StepMethods):
         This doesn't wait for the device. The progress bar and `TensorBoard` show it.
 
         Args:
-            steps_per_second: The pace, in steps a second.
+            steps_per_second: The pace, in steps per second.
 
         Returns:
             `tokens_per_second`, over all cores and including padding, if the rows are texts: whole numbers in two

@@ -58,9 +58,11 @@ def main() -> None:
         added = statistics.median(b - a for a, b in zip(off, on, strict=True))
         report[name] = {"off_us": statistics.median(off), "on_us": statistics.median(on), "added_us": added}
         report[name] |= {"off_us_rounds": off, "on_us_rounds": on}
-        print(f"{name}: {report[name]['off_us']:.2f} us a step off, {report[name]['on_us']:.2f} on, {added:.2f} added")
+        print(
+            f"{name}: {report[name]['off_us']:.2f} us per step off, {report[name]['on_us']:.2f} on, {added:.2f} added"
+        )
     report["waits"] = {which: rounds[0]["fit"][f"waits_{which}"] for which in ("off", "on")}
-    print(f"waits for the device: {report['waits']}; allowed are {MICROSECONDS_ALLOWED:g} us a step")
+    print(f"waits for the device: {report['waits']}; allowed are {MICROSECONDS_ALLOWED:g} us per step")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "diagnostics.json").write_text(json.dumps(report, indent=1) + "\n")
 

@@ -279,7 +279,7 @@ def summary(result: dict[str, Any]) -> str:
     if "first_step_s" in result:
         return f"first step {result['first_step_s']:.2f} s, fifth {result['fifth_step_s']:.2f} s"
     if "ms_per_step" in result:
-        return f"{result['ms_per_step']:.3f} ms a step (host {result['host_ms_per_step']:.3f})"
+        return f"{result['ms_per_step']:.3f} ms per step (host {result['host_ms_per_step']:.3f})"
     return f"{result['peak_mb']:.0f} MB"
 
 

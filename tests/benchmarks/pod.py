@@ -70,7 +70,7 @@ model.compile("sgd", "cross_entropy", metrics=["accuracy"])
 model.fit(x, y, batch_size=16, verbose=0)
 count[0], began = 0, perf_counter()
 model.fit(x, y, batch_size=16, verbose=0)
-found["step"], found["agreements a step"] = 1e3 * (perf_counter() - began) / 64, count[0] / 64
+found["step"], found["agreements per step"] = 1e3 * (perf_counter() - began) / 64, count[0] / 64
 json.dump(found, open(f"found{me}.json", "w"))
 """
 

@@ -26,7 +26,7 @@ TPU_PROCESSES = "processes on the TPU"  # the row whose text contains the comman
 
 _LITTLE_MEMORY = 4 << 30
 _LITTLE_DISK = 5 << 30
-_SLOW_LINK = 1e9  # bytes a second
+_SLOW_LINK = 1e9  # bytes per second
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def check_trials(facts: Facts) -> Iterator[Row]:
         if not trial.ran_on:
             yield _make_row(name, trial.failure, error=_explain_failure(trial))
             continue
-        took = f"first step {trial.first:.1f} s with compiling, then {1000 * trial.step:.2g} ms a step of a tiny net"
+        took = f"first step {trial.first:.1f} s with compiling, then {1000 * trial.step:.2g} ms per step of a tiny net"
         yield _make_row(name, f"{trial.ran_on}: {took}")
     if measured := [trial for trial in facts.trials if trial.ran_on]:
         best = max(trial.bandwidth for trial in measured)

@@ -223,7 +223,7 @@ def _facts(report: Report) -> Table:
         "steps of training": f"{report.steps:,}",
         "samples/s": f"{speed:,.0f}" if speed else "",
         "tokens/s": f"{tokens:,.0f}" if tokens else "",
-        "share of the peak": "" if share is None else f"{share:.1%} of {report.peak:.3g} operations a second",
+        "share of the peak": "" if share is None else f"{share:.1%} of {report.peak:.3g} operations per second",
         **report.data,
         "a step": _compare_with_prediction(report),
         **{f"{role} step": _describe_execution(report, role, cause) for role, cause in report.traced.items()},

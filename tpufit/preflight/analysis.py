@@ -267,11 +267,11 @@ def explain_too_large(error: str, tpu: Slice, state: int, traced: Mapping[str, A
     if state > available:
         # Fewer rows don't help.
         cures = cures[: not split and tpu.devices > 1]
-        cures += ["a TPU with more memory a core", "an optimizer with less state (SGD)", "precision='bf16-true'"]
+        cures += ["a TPU with more memory per core", "an optimizer with less state (SGD)", "precision='bf16-true'"]
         cure = "The weights and the optimizer's state alone are too large, with any batch. "
     else:
         cure = ""
-    cure += f"Try {', or '.join(cures or ['a TPU with more memory a core'])}"
+    cure += f"Try {', or '.join(cures or ['a TPU with more memory per core'])}"
     largest = f"The largest: {', '.join(most)}. " if most else ""
     excess = format_bytes(needed - available)
     return f"it needs {format_bytes(needed)} of a core's {format_bytes(available)}, {excess} too much. {largest}{cure}"
@@ -376,7 +376,7 @@ def _warn_of_gathers(collectives: Sequence[Collective]) -> dict[str, str]:
     count = sum(one.count for one in gathers)
     most = "; ".join(f"{one.where} ({one.kind}, {format_bytes(one.nbytes)})" for one in gathers[:3])
     times = say_count(count, "time")
-    message = f"rows travel between cores, {times} and {format_bytes(total)} a step, where sums would do: {most}"
+    message = f"rows travel between cores, {times} and {format_bytes(total)} per step, where sums would do: {most}"
     return {"gathers": f"{message}. Reduce over the rows of each core first"}
 
 

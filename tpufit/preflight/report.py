@@ -62,8 +62,8 @@ class PreflightReport:
         >>> cost = Cost(flops=4e9, nbytes=1e8, cycles=3_000_000)
         >>> step = CompiledProgram("train", "it is the first step", 512, 1, 2.0, True, Memory(weights=1 << 30), cost)
         >>> report = PreflightReport(find_slice("v5e-8"), [step], 64, "bf16")
-        >>> report.fits, report.status, f"{1000 * report.seconds:.2f} ms a step"
-        (True, 0, '2.00 ms a step')
+        >>> report.fits, report.status, f"{1000 * report.seconds:.2f} ms per step"
+        (True, 0, '2.00 ms per step')
     """
 
     tpu: Slice
@@ -101,7 +101,7 @@ class PreflightReport:
 
     @property
     def rows_per_second(self) -> float:
-        """The estimated rows a second, on all cores; 0 if the step doesn't fit."""
+        """The estimated rows per second, on all cores; 0 if the step doesn't fit."""
         return self._work.rows / self.seconds if self.seconds else 0.0
 
     @property
@@ -218,14 +218,14 @@ class PreflightReport:
         hosts = f" on {self.tpu.hosts} hosts" if self.tpu.hosts > 1 else ""
         cores = f"{say_count(self.tpu.devices, 'core')}{hosts}"
         remat = f", remat={self.remat!r}" if self.remat else ""
-        head = f"{self.tpu.name}: {cores}, {self._work.rows:.0f} rows a step, {self.precision}{remat}\n"
+        head = f"{self.tpu.name}: {cores}, {self._work.rows:.0f} rows per step, {self.precision}{remat}\n"
         share = step.memory.total / chip.memory
         verdict = "fits" if self.fits else "does NOT fit"
-        memory = f": {format_bytes(step.memory.total)} of {format_bytes(chip.memory)} a core ({share:.0%})\n"
+        memory = f": {format_bytes(step.memory.total)} of {format_bytes(chip.memory)} per core ({share:.0%})\n"
         text = Text(head, style="bold") + Text(verdict, style="green" if self.fits else "bold red") + Text(memory)
         if step.cost.cycles:
             text += Text(
-                f"estimated {1000 * self.seconds:.3g} ms a step, {self.rows_per_second:,.0f} rows a second, "
+                f"estimated {1000 * self.seconds:.3g} ms per step, {self.rows_per_second:,.0f} rows per second, "
                 f"{self.share_of_peak:.0%} of the chip's peak; bound by {self.bound}\n"
             )
         return text
@@ -346,10 +346,10 @@ class Comparison:
             "TPU",
             "cores",
             "fits",
-            "memory a core",
-            "ms a step*",
-            "rows a second*",
-            "$ a million rows*",
+            "memory per core",
+            "ms per step*",
+            "rows per second*",
+            "$ per million rows*",
             "bound by",
         )
         table = Table(*columns, box=None, header_style="bold")

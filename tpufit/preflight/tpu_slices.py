@@ -18,10 +18,10 @@ class TPU:
         name: The generation, e.g. `"v5e"`.
         kind: The runtime's name of it, e.g. `"TPU v5 lite"`.
         memory: Its memory, in bytes, according to the vendor.
-        bandwidth: The bandwidth of this memory, in bytes a second.
-        peak: Its peak for matrix products in bfloat16, in operations a second.
-        clock: Its cycles a second.
-        links: The bandwidth of its links to other chips, in bytes a second, all links together.
+        bandwidth: The bandwidth of this memory, in bytes per second.
+        peak: Its peak for matrix products in bfloat16, in operations per second.
+        clock: Its cycles per second.
+        links: The bandwidth of its links to other chips, in bytes per second, all links together.
         price: Its list price, in US dollars an hour; None if none is published.
         flags: The flags with which torch_xla starts only this generation.
         flags_of_torchtpu: The flags of this generation for a preflight with TorchTPU.
@@ -90,7 +90,7 @@ class Slice:
 # nearly matches libtpu's estimates of a large product.
 # Links: the same pages. For v5e, v5p, v6e and v7x, half of a chip's bandwidth in both directions, 400, 1,200, 800 and
 # 1,200 GB/s; for v3 and v4 the total of a pod, 340 TB/s and 1.1 PB/s, divided by its 1,024 and 4,096 chips (for v5e
-# and v6e both methods agree). v2: four links of 496 Gbit/s a chip, from the same paper; no page of the vendor has it.
+# and v6e both methods agree). v2: four links of 496 Gbit/s per chip, from the same paper; no page of the vendor has it.
 # Prices: on demand in us-central1 (v4: us-central2), from cloud.google.com/tpu/pricing as copied by
 # github.com/skypilot-org/skypilot-catalog, catalogs/v8/gcp/vms.csv at 006059e. Other regions cost up to 43 % more, and
 # a v2 on more than one host costs a third more.
@@ -189,7 +189,7 @@ def find_slice(name: str) -> Slice:
         return SLICES[asked]
     generation = asked.partition("-")[0]
     known = [other for other, found in SLICES.items() if found.chip.name == generation]
-    counted = "its chips" if generation in ("v5e", "v6e") else "its TensorCores, two a chip"
+    counted = "its chips" if generation in ("v5e", "v6e") else "its TensorCores, two per chip"
     hint = f"The number of a {generation} counts {counted}." if known else "Write a generation and a number."
     raise UnknownNameError("TPU slice", name, known or SLICES, hint)
 

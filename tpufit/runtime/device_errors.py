@@ -140,7 +140,7 @@ def _explain_full_memory(text: str, memory: StepMemory | None) -> str:
         have = f"weights {format_bytes(memory.weights)}, batch {format_bytes(memory.batch)}"
         have += "; the rest are activations and outputs"
         cures = [f"a smaller batch_size, such as {max(1, rows_per_core // 2)}"]
-    step = f"a {memory.role} step of {say_count(rows_per_core, 'row')} a core"
+    step = f"a {memory.role} step of {say_count(rows_per_core, 'row')} per core"
     return f"the device has no room for {step}{need}. On each core are {have}. Try {', or '.join(cures)}"
 
 

@@ -30,7 +30,7 @@ class RunsAhead(InFlight):
         self._nbytes = nbytes
         self._max_pending = max_pending
         self._has_small_limit = max_pending < _SMALL_LIMIT
-        self.pace: float | None = None  # current seconds a step; None before a long run of steps was measured
+        self.pace: float | None = None  # current seconds per step; None before a long run of steps was measured
         self._limit = 4  # until the time of a step is known
         self.started: list[Tensor] = []  # a result of each step that may be pending
         self._steps_since_wait = 0

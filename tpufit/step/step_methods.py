@@ -220,7 +220,7 @@ class StepMethods(Holder):
             x: The inputs, for a loss of your own.
             y: The targets, e.g. classes of shape `(batch,)`; None if they are the `"labels"` in a dict `x`.
             y_pred: The module's output.
-            sample_weight: One weight a row, shape `(batch,)`, or one for each element of a sequence, shape
+            sample_weight: One weight per row, shape `(batch,)`, or one for each element of a sequence, shape
                 `(batch, time)`; for several outputs one tensor for all, or one for each; or None.
             training: False in an evaluation (default True), for a loss of your own. An override may leave it out.
 

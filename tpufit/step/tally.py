@@ -34,7 +34,7 @@ class Tally:
     def speed(self, steps_per_second: float, peak: float | None) -> dict[str, float]:
         """Return the throughput at this pace: `tokens_per_second` and `share_of_peak`, if known.
 
-        `peak` is in operations a second, over all cores.
+        `peak` is in operations per second, over all cores.
 
         Example:
             >>> Tally(steps=4, tokens=4096, operations=2_000).speed(10.0, 1e4)

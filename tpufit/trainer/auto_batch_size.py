@@ -50,17 +50,17 @@ def choose(
 
     Raises:
         ArgumentError: There is no compiler, and trials on several hosts aren't possible.
-        OutOfMemoryError: Not even one row a core fits.
+        OutOfMemoryError: Not even one row per core fits.
     """
     memory = None if placement.on_host else device_memory()
     if memory is None:
         why = "the default, because only a TPU reports its memory"
-        return BatchSize(DEFAULT_BATCH_SIZE, f"{DEFAULT_BATCH_SIZE} rows a core, {why}")
+        return BatchSize(DEFAULT_BATCH_SIZE, f"{DEFAULT_BATCH_SIZE} rows per core, {why}")
     failed = "there is no compiler for this TPU"
     try:
         rows = None if placement.eager else by_compiler(engine, train, cores, memory)
         if rows is not None:
-            return BatchSize(rows, f"{rows} rows a core, the most that fit according to the TPU's compiler")
+            return BatchSize(rows, f"{rows} rows per core, the most that fit according to the TPU's compiler")
     except PreflightError as error:
         failed = str(error)
     if cores.hosts > 1:
@@ -85,9 +85,9 @@ class _Trial:
         host_consistency.move_model(self._engine, self._where[0])
         rows, tried = find_largest(self._fits, self._count_rows())
         if rows is None:
-            raise OutOfMemoryError(f"not even one row a core fits: {self._full}") from self._full
+            raise OutOfMemoryError(f"not even one row per core fits: {self._full}") from self._full
         sizes = ", ".join(map(str, tried))
-        return BatchSize(rows, f"{rows} rows a core, the largest tried size that fits ({sizes})")
+        return BatchSize(rows, f"{rows} rows per core, the largest tried size that fits ({sizes})")
 
     def _count_rows(self) -> int:
         """Return the rows per core of a batch with all rows."""

@@ -129,11 +129,11 @@ def _make_streams(
 def _headline(engine: Engine, cores: Cores, data: Stream, before: list[float]) -> str:
     """Return the line that says how `fit` runs: cores, batch, learning rate and precision."""
     rows = data.batch_size
-    batch = (
-        f"batch {rows} x {cores.count} = {rows * cores.count}" if rows else f"{say_count(cores.count, 'batch')} a step"
-    )
+    batch = f"{say_count(cores.count, 'batch')} per step"
+    if rows:
+        batch = f"batch {rows} x {cores.count} = {rows * cores.count}"
     if data.is_global:
-        batch = f"1 batch a step, split over {say_count(cores.count, 'core')}"
+        batch = f"1 batch per step, split over {say_count(cores.count, 'core')}"
     assert engine.model.optimizer is not None
     after = optimizers.list_rates(engine.model.optimizer)
     rate = f"lr {after[0]:g}"
