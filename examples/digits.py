@@ -63,7 +63,7 @@ history = model.fit(
 loss, accuracy = model.evaluate(x_test, y_test, verbose=0)
 print(f"held-out digits: loss {loss:.4f}, accuracy {accuracy:.2%}")
 predicted = model.predict(x_test, verbose=0).argmax(1)
-print(f"predicted {predicted[:5]}, labelled {y_test[:5]}")
+print(f"predicted {predicted[:5]}, labeled {y_test[:5]}")
 
 history.plot().savefig(args.run_dir / "history.png")
 matrix = confusion_matrix(tensor(predicted), tensor(y_test), task="multiclass", num_classes=10)

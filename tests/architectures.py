@@ -444,7 +444,7 @@ class BagOfWords(nn.Module):
 
 
 class DeepFM(nn.Module):
-    """A factorisation machine and a deep net with shared embeddings of categories."""
+    """A factorization machine and a deep net with shared embeddings of categories."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -839,7 +839,7 @@ ARCHITECTURES = {
     "WGAN with gradient penalty": Architecture(
         WGAN, (VECTORS,), lambda net: optim.RMSprop(net.generator.parameters(), 1e-3), model=Wasserstein
     ),
-    "normalising flow": Architecture(Flow, (VECTORS,), of_all(optim.Adam, lr=1e-3), model=Likelihood, traces=3),
+    "normalizing flow": Architecture(Flow, (VECTORS,), of_all(optim.Adam, lr=1e-3), model=Likelihood, traces=3),
     "diffusion": Architecture(Denoiser, (IMAGES,), of_all(optim.AdamW, lr=1e-3), model=Diffusion),
     "BYOL": Architecture(
         Twins,

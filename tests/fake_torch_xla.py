@@ -1,6 +1,6 @@
 """A stand-in for torch_xla on other machines: hosts with TPUs, pods, a runtime that has already started.
 
-It has only the members that `tpufit.drivers.xla` and meshes use, with the behaviour that torch_xla 2.9 documents. It
+It has only the members that `tpufit.drivers.xla` and meshes use, with the behavior that torch_xla 2.9 documents. It
 was never compared with a TPU.
 """
 

@@ -6,7 +6,7 @@ files, and for each bundle the parent runs `python -m pytest <tests> --on-cores 
 
     pytest reaches the first test of a bundle
         the parent starts a child with all tests of the bundle
-        the child writes a journal: a line for each test's start, its reports (serialised by pytest) and its finish
+        the child writes a journal: a line for each test's start, its reports (serialized by pytest) and its finish
         if the child dies or hangs, its current test fails with the cause, and a new child runs the remaining tests
     this test, and later the others of the bundle, read their reports from the journal
 """
@@ -70,7 +70,7 @@ def timeout_of(item: pytest.Item) -> float:
 
 
 def environment_of(item: pytest.Item) -> dict[str, str]:
-    """Return the environment of a test's process. A test that is alone may test XLA: it gets XLA's optimisations."""
+    """Return the environment of a test's process. A test that is alone may test XLA: it gets XLA's optimizations."""
     alone = item.get_closest_marker("cores").kwargs.get("alone")
     return {**os.environ, **({"XLA_FLAGS": xla_flags.as_users_have_it()} if alone else {})}
 

@@ -395,7 +395,7 @@ class Scaled(nn.Module):
 
 
 @seen_at_once
-def a_number_of_a_parametrisation():
+def a_number_of_a_parametrization():
     def change(net, value):
         net.other.parametrizations.weight[0].scales[250] = value
 

@@ -190,24 +190,24 @@ def test_translation_is_a_fraction_of_width_and_height(translate, moved, monkeyp
     torch.testing.assert_close(RandomAffine(0.0, translate)(x), expected)
 
 
-def test_colours_stay_in_range_and_grey_stays_grey():
+def test_colors_stay_in_range_and_gray_stays_gray():
     x = torch.from_numpy(IMAGES)
     for one in (x, x.float() / 255):
         out = of(one, ColorJitter(0.9, 0.9, 0.9))
         assert out.dtype is one.dtype and out.min() >= 0 and out.max() <= (255 if one is x else 1)
-    grey = torch.rand(4, 1, 8, 8).expand(4, 3, 8, 8)
-    torch.testing.assert_close(of(grey, ColorJitter(saturation=0.9)), grey, rtol=1e-4, atol=2e-4)
-    mean = of(grey, ColorJitter(contrast=0.3)).mean((1, 2, 3))
-    torch.testing.assert_close(mean, grey.mean((1, 2, 3)), rtol=1e-2, atol=1e-2)
+    gray = torch.rand(4, 1, 8, 8).expand(4, 3, 8, 8)
+    torch.testing.assert_close(of(gray, ColorJitter(saturation=0.9)), gray, rtol=1e-4, atol=2e-4)
+    mean = of(gray, ColorJitter(contrast=0.3)).mean((1, 2, 3))
+    torch.testing.assert_close(mean, gray.mean((1, 2, 3)), rtol=1e-2, atol=1e-2)
 
 
-def test_colours_change_by_the_factor(monkeypatch):
+def test_colors_change_by_the_factor(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full(shape, 0.75))  # half of the largest change
     x = torch.from_numpy(np.random.default_rng(0).random((2, 3, 4, 4), "float32"))
-    grey = torch.einsum("ncyx,c->nyx", x, torch.tensor([0.2989, 0.587, 0.114]))[:, None]
-    mean = grey.mean((1, 2, 3), keepdim=True)
-    for name, centre in (("brightness", torch.zeros(1)), ("contrast", mean), ("saturation", grey)):
-        expected = (centre + (x - centre) * 1.2).clamp(0, 1)
+    gray = torch.einsum("ncyx,c->nyx", x, torch.tensor([0.2989, 0.587, 0.114]))[:, None]
+    mean = gray.mean((1, 2, 3), keepdim=True)
+    for name, center in (("brightness", torch.zeros(1)), ("contrast", mean), ("saturation", gray)):
+        expected = (center + (x - center) * 1.2).clamp(0, 1)
         torch.testing.assert_close(ColorJitter(**{name: 0.4})(x), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -384,9 +384,9 @@ def test_embeddings_are_written_with_their_labels(tmp_path, one_file):
     model = Words()
     fit(TensorBoard(tmp_path, embeddings_freq=2, embeddings_metadata=metadata), epochs=3, model=model)
     config = text_format.Parse((tmp_path / "train" / "projector_config.pbtxt").read_text(), ProjectorConfig())
-    labelled = {"tokens", "places"} if one_file else {"tokens"}
+    labeled = {"tokens", "places"} if one_file else {"tokens"}
     assert {e.tensor_name for e in config.embeddings} == {"tokens", "places"}
-    assert {e.tensor_name for e in config.embeddings if e.metadata_path} == labelled
+    assert {e.tensor_name for e in config.embeddings if e.metadata_path} == labeled
     for embedding in config.embeddings:
         written = np.loadtxt(tmp_path / "train" / embedding.tensor_path, dtype="float32", ndmin=2)
         assert np.array_equal(written, model.module[embedding.tensor_name].weight.detach().numpy())

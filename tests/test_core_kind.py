@@ -38,7 +38,7 @@ def test_attention_in_bfloat16_trains_on_any_number_of_cores(cores):
 @pytest.mark.parametrize(
     ("number", "keeps"), [("0x0063", True), ("0x006f", True), ("0x0027", False), ("0x0062", False)]
 )
-def test_several_cores_are_recognised_by_the_chips(cores, monkeypatch, number, keeps):
+def test_several_cores_are_recognized_by_the_chips(cores, monkeypatch, number, keeps):
     import torch_xla.runtime
 
     tpufit.runtime.start(cores, "the test")

@@ -28,7 +28,7 @@ class Images(Dataset):
         return IMAGES[i], LABELS[i]
 
 
-class Normalise:
+class Normalize:
     def __init__(self):
         self.calls = SimpleQueue()  # an ordinary count would be detected, and the steps traced
 
@@ -52,14 +52,14 @@ def make():
 
 @pytest.mark.parametrize("form", ["dataset", "loader"])
 def test_it_equals_the_transform_on_the_host(cores, form):
-    normalise = Normalise()
-    data = Images(normalise)
+    normalize = Normalize()
+    data = Images(normalize)
     data = data if form == "dataset" else DataLoader(data, batch_size=16 // cores)
     size = None if form == "loader" else 16 // cores
     model, plain = make(), make()
     before = runtime.counts()
     history = model.fit(data, None, size, 4, verbose=0, shuffle=False, validation_data=data, cores=cores).history
-    calls, audits = normalise.calls.qsize(), (runtime.counts() - before).waits["audit"]
+    calls, audits = normalize.calls.qsize(), (runtime.counts() - before).waits["audit"]
     floats = (IMAGES / 255).astype("float32")
     expected = plain.fit(
         floats, LABELS, 16 // cores, 4, verbose=0, shuffle=False, validation_data=(floats, LABELS)

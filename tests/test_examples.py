@@ -192,7 +192,7 @@ def test_a_notebook_runs_without_a_warning(tmp_path, name):
         [sys.executable, "-c", EXECUTED, str(ROOT / "examples" / name)],
         timeout=900,
         cwd=tmp_path,
-        # These compute for long: unoptimised, a convolution takes many times as long.
+        # These compute for long: unoptimized, a convolution takes many times as long.
         env={
             **os.environ,
             "PYTHONPATH": path,

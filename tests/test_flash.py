@@ -371,7 +371,7 @@ SOAKED = dict.fromkeys(("nn.MultiheadAttention", "blocks that make masks"), pyte
 @pytest.mark.cores(1, 8, quick=False)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SOAKED.get(name, ())) for name in MASKED])
 @pytest.mark.soak_on(1)
-def test_masks_of_modules_are_recognised(cores, name):
+def test_masks_of_modules_are_recognized(cores, name):
     make, options = MASKED[name]
     torch.manual_seed(0)
     net, how = make(), {"rows": 2 * cores, "batch_size": 1} | options

@@ -52,7 +52,7 @@ def test_the_chips_of_each_type(tmp_path, device, chips, name, cores):
         (0, [], "a machine without a TPU"),
     ],
 )
-def test_the_platform_is_recognised(tmp_path, monkeypatch, chips, folders, place):
+def test_the_platform_is_recognized(tmp_path, monkeypatch, chips, folders, place):
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")  # copied from elsewhere
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release")
     assert hardware.find_platform(lay_out(tmp_path, device="0x0063", chips=chips, folders=folders)) == place

@@ -35,8 +35,8 @@ def read(path, size=None):
     return ImageFolder(path.parent.parent, size)[0][0]
 
 
-def colours(image):
-    """Return all colours of an image."""
+def colors(image):
+    """Return all colors of an image."""
     return {tuple(pixel) for pixel in image.flatten(1).T.tolist()}
 
 
@@ -127,19 +127,19 @@ def test_images_are_resized(tmp_path_factory, width, height, size):
     folder = tmp_path_factory.mktemp("photos")
     image = read(put(folder / "cat" / "1.png", Image.new("RGB", (width, height), RED)), size)
     assert image.shape == (3, *((size, size) if isinstance(size, int) else size))
-    assert colours(image) == {RED}
+    assert colors(image) == {RED}
     shutil.rmtree(folder)
 
 
 def test_aspect_ratio_and_center_are_kept(file):
     path = put(file("1.png"), stripes(90, 30))
-    assert colours(read(path, 30)) == {GREEN}
-    assert colours(read(path, (30, 10))) == {GREEN}
-    assert colours(read(path, 90)[:, :, 3:-3]) == {GREEN}  # enlarged: at the edges it blends with cropped pixels
+    assert colors(read(path, 30)) == {GREEN}
+    assert colors(read(path, (30, 10))) == {GREEN}
+    assert colors(read(path, 90)[:, :, 3:-3]) == {GREEN}  # enlarged: at the edges it blends with cropped pixels
     whole = read(path, (10, 30))
     assert [tuple(whole[:, 5, i].tolist()) for i in (2, 15, 27)] == [RED, GREEN, BLUE]
     upright = put(file("1.png"), stripes(90, 30).transpose(Image.Transpose.ROTATE_90))
-    assert colours(read(upright, 30)) == {GREEN}
+    assert colors(read(upright, 30)) == {GREEN}
 
 
 def test_a_reduced_jpeg_resembles_the_full_jpeg(file):
@@ -174,8 +174,8 @@ def test_images_are_turned_upright(file, orientation, suffix):
         image = read(path, size)
         assert image.shape == (3, *shape)
         middle = image[:, shape[0] // 2]
-        for colour, third in ((RED, 1), (GREEN, 3), (BLUE, 5)):
-            assert middle[:, third * shape[1] // 6].sub(torch.tensor(colour), alpha=1).abs().max() < 30
+        for color, third in ((RED, 1), (GREEN, 3), (BLUE, 5)):
+            assert middle[:, third * shape[1] // 6].sub(torch.tensor(color), alpha=1).abs().max() < 30
 
 
 @pytest.mark.parametrize(
@@ -199,14 +199,14 @@ def test_all_kinds_of_pixels_become_rgb(file, name, image):
 def test_a_palette_with_transparency(file):
     image = Image.new("P", (8, 6), 1)
     image.putpalette([0, 0, 0, *RED, *BLUE])
-    assert colours(read(put(file("1.png"), image, transparency=b"\x00\x80\xff"))) == {RED}
+    assert colors(read(put(file("1.png"), image, transparency=b"\x00\x80\xff"))) == {RED}
 
 
 @pytest.mark.parametrize(
-    ("mode", "value", "grey"), [("1", 1, 255), ("L", 77, 77), ("LA", (77, 10), 77), ("I;16", 77 * 256 + 200, 77)]
+    ("mode", "value", "gray"), [("1", 1, 255), ("L", 77, 77), ("LA", (77, 10), 77), ("I;16", 77 * 256 + 200, 77)]
 )
-def test_grey_pixels_become_rgb(file, mode, value, grey):
-    assert colours(read(put(file("1.png"), Image.new(mode, (8, 6), value)))) == {(grey,) * 3}
+def test_gray_pixels_become_rgb(file, mode, value, gray):
+    assert colors(read(put(file("1.png"), Image.new(mode, (8, 6), value)))) == {(gray,) * 3}
 
 
 def test_pixels_without_a_range(file):
@@ -274,7 +274,7 @@ def test_presize_stores_the_folders_samples(photos, tmp_path, workers):
 
 def test_presize_accepts_a_caches_arguments(photos, tmp_path):
     cached = presize(photos, 16, tmp_path / "cache", progress=False, transform=_halve_first, device_transform=_negative)
-    assert colours(cached[1][0]) == {(40, 0, 0)}
+    assert colors(cached[1][0]) == {(40, 0, 0)}
     assert cached.device_transform is _negative
 
 

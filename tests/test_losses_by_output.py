@@ -198,7 +198,7 @@ def test_weights_of_tokens_equal_a_plain_loop(cores):
 
 @on_cores
 def test_auxiliary_losses_of_a_step_are_logged(cores):
-    class Regularised(tpufit.Model):
+    class Regularized(tpufit.Model):
         def train_step(self, batch):
             x, y = batch
             y_pred = self(x)
@@ -213,7 +213,7 @@ def test_auxiliary_losses_of_a_step_are_logged(cores):
         kl = 0.1 * sum(p.square().sum() for p in net.parameters())
         return sum(parts) + kl, kl, *parts
 
-    model, net = Regularised(made(ByName)), made(ByName)
+    model, net = Regularized(made(ByName)), made(ByName)
     model.compile(sgd, {"kind": "cross_entropy", "size": "mse"}, scale_lr=None, jit_compile=True)
     history, counts = fit(model, cores, X, {"kind": KIND, "size": SIZE})
     assert_replayed(model, counts, waits=2)

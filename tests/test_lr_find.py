@@ -235,7 +235,7 @@ def test_lr_find_restores_everything(cores, optimizer, earlier):
 
 @on_cores
 @pytest.mark.soak_on(8)
-@pytest.mark.parametrize("name", ["GAN", "Llama", "normalising flow", "BYOL"])
+@pytest.mark.parametrize("name", ["GAN", "Llama", "normalizing flow", "BYOL"])
 def test_fit_continues_as_without_lr_find(cores, name):
     """A second optimizer; tables or layers created by the first batch; weights outside of all optimizers."""
     architecture, results = ARCHITECTURES[name], []

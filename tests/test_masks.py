@@ -221,7 +221,7 @@ def test_a_derived_pattern_equals_its_mask(place, name):
 
 @pytest.mark.cores(1, quick=True)
 @pytest.mark.parametrize("name", PACKED)
-def test_positions_of_packed_texts_are_recognised(place, name):
+def test_positions_of_packed_texts_are_recognized(place, name):
     found = check(
         place, PACKED[name], torch.tensor([[*range(12)], [*range(5), *range(4), *range(3)], [3, 4, 5, *range(9)]])
     )

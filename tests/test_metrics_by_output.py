@@ -450,7 +450,7 @@ def test_missing_outputs():
 
 
 @pytest.mark.parametrize("name", ["accuracy", "f1_score", "auroc"])
-def test_classes_may_be_last_if_recognisable(name):
+def test_classes_may_be_last_if_recognizable(name):
     torch.manual_seed(0)
     y_pred, y = torch.rand(6, 4, 5), torch.randint(0, 4, (6, 5))
     assert added(name, (y_pred.movedim(1, 2), y)) == pytest.approx(added(name, (y_pred, y)))

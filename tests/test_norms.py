@@ -47,7 +47,7 @@ NORMS = {
 @pytest.mark.parametrize("name", NORMS)
 def test_modules_equal_pytorchs(name, dtype):
     make, shape = NORMS[name]
-    native = _randomised(make()).to(dtype)
+    native = _randomized(make()).to(dtype)
     ours = copy.deepcopy(native)
     tolerance = 1e-12 if dtype is torch.float64 else 1e-6
     for training in (True, True, False):
@@ -66,7 +66,7 @@ def test_modules_equal_pytorchs(name, dtype):
 @pytest.mark.parametrize("name", ["batch norm of (N, C, L)", "group norm of (N, C)", "layer norm over one dimension"])
 def test_second_derivatives(name):
     make, shape = NORMS[name]
-    norm = _randomised(make()).double()
+    norm = _randomized(make()).double()
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
     def penalty():
@@ -89,7 +89,7 @@ def test_a_large_mean_does_not_cancel():
 @pytest.mark.parametrize("name", NORMS)
 def test_half_precision_is_computed_in_float32(name, dtype):
     make, shape = NORMS[name]
-    norm = _randomised(make())
+    norm = _randomized(make())
     x = (torch.randn(shape) * 3 + 2).to(dtype)
     expected = norm.to(dtype).float()(x.float())  # the same rounded weights
     with replace_kernels("CPU"):
@@ -275,7 +275,7 @@ def test_the_partitioned_program_gathers_no_activations(run_python, request, row
         assert native is None or any(operation.startswith("all-gather") for _, operation in native), name
 
 
-def _randomised(norm):
+def _randomized(norm):
     torch.manual_seed(0)
     for parameter in norm.parameters():
         nn.init.normal_(parameter)

@@ -167,7 +167,7 @@ def test_layers_are_frozen_between_fits(cores, name):
 
 
 @pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"use_ema": True}], ids=["accumulated", "ema"])
-def test_layers_that_never_learnt_start_to_learn(cores, options):
+def test_layers_that_never_learned_start_to_learn(cores, options):
     """From then on their gradients are summed, and their averages kept."""
     model = tpufit.Model(Net())
     model.module.embed.requires_grad_(False)

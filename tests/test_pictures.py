@@ -60,9 +60,9 @@ def test_other_targets_and_image_formats():
     assert titles(tpufit.show_batch(X[:2], torch.tensor([0.5, 2.0]))) == ["0.5", "2"]
     assert titles(tpufit.show_batch(X[:2], X[:2])) == titles(tpufit.show_batch(X[:2])) == ["", ""]
     assert titles(tpufit.show_batch(X[:3], Y[:3], labels=["cat"])) == ["cat", "1", "2"]
-    colours = np.random.default_rng(0).integers(0, 255, (2, 3, 8, 5), dtype=np.uint8)
-    for images in (colours, np.moveaxis(colours, 1, -1)):  # raw bytes
-        np.testing.assert_array_equal(np.stack(drawn(plots.images(images))), np.moveaxis(colours, 1, -1))
+    colors = np.random.default_rng(0).integers(0, 255, (2, 3, 8, 5), dtype=np.uint8)
+    for images in (colors, np.moveaxis(colors, 1, -1)):  # raw bytes
+        np.testing.assert_array_equal(np.stack(drawn(plots.images(images))), np.moveaxis(colors, 1, -1))
     with pytest.raises(ArgumentError, match=r"images must have shape .*, got \(32, 8\)"):
         tpufit.show_batch(np.zeros((40, 8)), np.zeros(40), count=32)
     with pytest.raises(ArgumentError, match=r"with 1, 3 or 4 channels, got \(2, 5, 6, 7\)"):

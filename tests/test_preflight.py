@@ -141,7 +141,7 @@ STATS = {"argument": 1600, "output": 900, "alias": 800, "temp": 5000, "generated
 FIGURES = {"memory": STATS, "flops": 2e6, "bytes": 1e4, "seconds": 1.5}
 
 
-def test_a_program_is_analysed():
+def test_a_program_is_analyzed():
     before = 'ENTRY %main {\n  %d = f32[8,8]{1,0} dot(%a, %b), metadata={op_name="~forward|0|1~/dot"}\n}\n'
     found = analyze(TRACED, FIGURES, before, PROGRAM, find_slice("v5e-8"))
     padded = [array.padded for array in parse_arguments(PROGRAM)]

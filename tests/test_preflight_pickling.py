@@ -9,7 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from tpufit.preflight.pickling import pickle_training
 
 
-def test_a_module_with_parametrised_weights():
+def test_a_module_with_parametrized_weights():
     net = nn.Sequential(weight_norm(nn.Linear(3, 2)), nn.ReLU())
     twin = pickle.loads(pickle_training({"net": net}, model=None, state=()))["net"]
     x = torch.randn(4, 3)

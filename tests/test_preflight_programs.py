@@ -230,7 +230,7 @@ def test_64_bit_labels_give_no_warning(programs, name, on):
 @pytest.mark.soak
 @every_training
 @every_slice
-def test_the_check_for_finite_logs_is_not_optimised_away(programs, name, on):
+def test_the_check_for_finite_logs_is_not_optimized_away(programs, name, on):
     """x - x is NaN if x isn't finite, and a compiler must not replace it by 0."""
     _, _, program = programs[name, on, "train", WHOLE]
     assert re.search(r"f32\[\]\S* subtract\((?:f32\[\]\S* )?(%\S+), (?:f32\[\]\S* )?\1\)", program.text)

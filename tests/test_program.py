@@ -133,7 +133,7 @@ class PerEpoch(Callback):
         self.model.optimizer.param_groups[0]["lr"] *= 0.8
 
 
-# With the tests' flags, LLVM optimises nothing, and torch_xla 2.8's CPU compiler rounds an update with momentum
+# With the tests' flags, LLVM optimizes nothing, and torch_xla 2.8's CPU compiler rounds an update with momentum
 # differently in one step and in several. With users' flags it doesn't.
 as_users_have_it = pytest.mark.cores(1, 8, timeout=600, alone=True)
 
@@ -513,7 +513,7 @@ def test_python_that_counts_is_detected(cores):
 
 @pytest.mark.soak_on(8)
 def test_a_rate_read_in_a_step_is_current(cores):
-    class Penalised(tpufit.Model):
+    class Penalized(tpufit.Model):
         def train_step(self, batch):
             x, y = batch
             y_pred = self(x)
@@ -521,8 +521,8 @@ def test_a_rate_read_in_a_step_is_current(cores):
             self.apply_gradients(loss)
             return {"loss": loss}
 
-    replayed = train(cores, model=Penalised, callbacks=[Decay()])
-    assert_equal(replayed, train(cores, model=Penalised, callbacks=[Decay()], jit_compile=False))
+    replayed = train(cores, model=Penalized, callbacks=[Decay()])
+    assert_equal(replayed, train(cores, model=Penalized, callbacks=[Decay()], jit_compile=False))
     assert not why_traced(replayed[0])
     assert replayed[0].optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.97**54)  # a number again
 

@@ -1305,7 +1305,7 @@ class Model(StepMethods):
     def save(self, filepath: str | os.PathLike[str]) -> None:
         """Save the weights, the optimizer and the arguments of `compile`, for `tpufit.load`.
 
-        The module itself is never serialised, so build the net before you load the folder.
+        The module itself is never serialized, so build the net before you load the folder.
 
         Args:
             filepath: A folder, written completely or not at all; a folder that `save` made before is replaced.

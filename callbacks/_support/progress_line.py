@@ -102,7 +102,7 @@ class ProgressLine:
             clock = f"compiling... {format_duration(now - compiling_since)}"
         line = Text(no_wrap=True, overflow="crop" if ascii_only else "ellipsis")
         line.append(f"{self.title} ", style="bold")
-        line.append(full * filled, style="green")  # one of the 16 colours that every terminal has
+        line.append(full * filled, style="green")  # one of the 16 colors that every terminal has
         line.append(empty * (_WIDTH - filled), style="bright_black")
         line.append(f" {self.done}/{'?' if self.total is None else self.total} ")
         line.append(" - ".join([clock, *self._values()]))

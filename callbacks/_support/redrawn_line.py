@@ -91,7 +91,7 @@ class NotebookCanvas:
 
 
 def as_html(line: Text) -> str:
-    """Convert a line with its colours to HTML, for a notebook.
+    """Convert a line with its colors to HTML, for a notebook.
 
     Example:
         >>> as_html(Text("3/4"))

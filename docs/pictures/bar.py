@@ -36,7 +36,7 @@ model.fit((images / 16).astype("float32"), labels, batch_size=2, epochs=3, cores
 
 
 def on_screen(written: str) -> list[str]:
-    """Return the lines that the terminal shows, with their colours. Each line is rewritten or erased as a whole."""
+    """Return the lines that the terminal shows, with their colors. Each line is rewritten or erased as a whole."""
     lines, row = [""], 0
     for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
         if part == "\n":

@@ -115,7 +115,7 @@ class Placement(ABC):
     def local_shards(self) -> tuple[int, ...] | None:
         """The positions of this process's cores along the mesh: the parts of a batch that this process sends.
 
-        None without a mesh; all positions with one process. On a pod a host's cores need not be neighbours.
+        None without a mesh; all positions with one process. On a pod a host's cores need not be neighbors.
         """
         return None
 

@@ -96,7 +96,7 @@ def are_on_host(tensors: Iterable[Tensor]) -> bool:
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read the tensors of any safetensors file by name; tied tensors under each of their names.
 
-    A file of `torch.save` is recognised by its suffix, see `read_torch_file`.
+    A file of `torch.save` is recognized by its suffix, see `read_torch_file`.
 
     Raises:
         ArgumentError: The path has another suffix, or is a folder.

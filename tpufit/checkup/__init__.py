@@ -47,7 +47,7 @@ def format_table(rows: Iterable[Row]) -> Table:
     """Format the rows as a rich table."""
     table = Table("", "check", "what there is, and what to do", box=None, header_style="bold")
     for row in rows:
-        colour = {"ok": "green", "warning": "yellow", "error": "red"}[row.status]
+        color = {"ok": "green", "warning": "yellow", "error": "red"}[row.status]
         cure = f"\n-> {row.cure}" if row.cure else ""
-        table.add_row(f"[{colour}]{row.status}[/]", row.name, escape(row.found + cure))
+        table.add_row(f"[{color}]{row.status}[/]", row.name, escape(row.found + cure))
     return table

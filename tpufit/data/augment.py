@@ -139,7 +139,7 @@ class RandomCrop(Augmentation):
 
 
 class RandomAffine(Augmentation):
-    """Rotates, moves, scales and shears images about their centre; pixels from outside are black.
+    """Rotates, moves, scales and shears images about their center; pixels from outside are black.
 
     Args:
         degrees: The largest angle in both directions, or the smallest and the largest angle.
@@ -230,8 +230,8 @@ class ColorJitter(Augmentation):
 
     Args:
         brightness: The largest change of the brightness factor from 1 (default 0).
-        contrast: Likewise for the difference from the image's mean grey (default 0).
-        saturation: Likewise for the difference from each pixel's grey; for images of three channels (default 0).
+        contrast: Likewise for the difference from the image's mean gray (default 0).
+        saturation: Likewise for the difference from each pixel's gray; for images of three channels (default 0).
 
     Example:
         >>> ColorJitter(0.5)(torch.full((5, 3, 4, 4), 0.5)).amax() <= 1
@@ -247,17 +247,17 @@ class ColorJitter(Augmentation):
         self.saturation = saturation
 
     def images(self, x: Tensor) -> Tensor:
-        """Change the colours."""
+        """Change the colors."""
         whole = 1.0 if x.is_floating_point() else 255.0
         out = _to_floats(x)
         if self.brightness:
             out = (out * _draw_factor(x, self.brightness)).clamp(0, whole)
         if self.contrast:
-            mean = _to_grey(out).mean((1, 2, 3), keepdim=True)
+            mean = _to_gray(out).mean((1, 2, 3), keepdim=True)
             out = (mean + (out - mean) * _draw_factor(x, self.contrast)).clamp(0, whole)
         if self.saturation:
-            grey = _to_grey(out)
-            out = (grey + (out - grey) * _draw_factor(x, self.saturation)).clamp(0, whole)
+            gray = _to_gray(out)
+            out = (gray + (out - gray) * _draw_factor(x, self.saturation)).clamp(0, whole)
         return _restore_dtype(out, x)
 
 
@@ -299,7 +299,7 @@ class RandAugment(Augmentation):
     """Applies random operations to each image in turn, all with the same magnitude.
 
     The operations are torchvision's, with nearest-pixel interpolation: identity, shearing, moving, rotating,
-    brightness, colour, contrast, sharpness, posterizing, solarizing and autocontrast. Only equalizing is missing: its
+    brightness, color, contrast, sharpness, posterizing, solarizing and autocontrast. Only equalizing is missing: its
     histograms would cost more than all other operations together.
 
     Args:
@@ -349,13 +349,13 @@ class RandAugment(Augmentation):
         out = _to_floats(x)
         factor = (1 + 0.9 * share * sign).view(-1, 1, 1, 1)
         bits = 8 - round(self.magnitude * 4 / (self.num_magnitude_bins - 1))
-        grey = _to_grey(out)
+        gray = _to_gray(out)
         low = out.amin((2, 3), keepdim=True)
         high = out.amax((2, 3), keepdim=True)
         results = {
             "brightness": out * factor,
-            "color": grey + (out - grey) * factor,
-            "contrast": grey.mean((1, 2, 3), keepdim=True) + (out - grey.mean((1, 2, 3), keepdim=True)) * factor,
+            "color": gray + (out - gray) * factor,
+            "contrast": gray.mean((1, 2, 3), keepdim=True) + (out - gray.mean((1, 2, 3), keepdim=True)) * factor,
             "sharpness": _blur(out) + (out - _blur(out)) * factor,
             "posterize": (out * (255 / whole) / 2 ** (8 - bits)).floor() * 2 ** (8 - bits) * (whole / 255),
             "solarize": torch.where(out >= whole * (1 - share), whole - out, out),
@@ -471,7 +471,7 @@ def _warp(x: Tensor, which: Tensor, share: Tensor) -> Tensor:
     height, width = x.shape[-2:]
     row = torch.arange(height, device=x.device)[:, None]
     column = torch.arange(width, device=x.device)
-    # Relative to the centre.
+    # Relative to the center.
     y = row - (height - 1) / 2
     z = column - (width - 1) / 2
     angle = amount("rotate", math.pi / 6)
@@ -535,12 +535,12 @@ def _draw_beta(x: Tensor, alpha: float) -> Tensor:
     return shares.index_select(0, chosen.view(1)).view(())
 
 
-def _to_grey(x: Tensor) -> Tensor:
+def _to_gray(x: Tensor) -> Tensor:
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
     red, green, blue = x.split(1, 1)
-    grey: Tensor = 0.2989 * red + 0.587 * green + 0.114 * blue
-    return grey
+    gray: Tensor = 0.2989 * red + 0.587 * green + 0.114 * blue
+    return gray
 
 
 def _to_floats(x: Tensor) -> Tensor:
@@ -555,7 +555,7 @@ def _restore_dtype(out: Tensor, x: Tensor) -> Tensor:
 def _draw_rectangles(x: Tensor, height: Tensor, width: Tensor, whole: bool) -> Tensor:
     """Draw the position of a rectangle of this height and width, in pixels, in each image: True inside.
 
-    If `whole`, the rectangle lies inside the image. Otherwise only its centre does, and the edge may clip it.
+    If `whole`, the rectangle lies inside the image. Otherwise only its center does, and the edge may clip it.
     """
     inside = []
     for side, length in zip(x.shape[-2:], (height, width), strict=True):
@@ -573,7 +573,7 @@ def _draw_rectangles(x: Tensor, height: Tensor, width: Tensor, whole: bool) -> T
 def _sample_pixels(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
     """Sample pixels at fractional positions, with bilinear interpolation; pixels outside the image are black.
 
-    Positions count down and right from the images' centre, and their shapes broadcast to (N, height, width). The device
+    Positions count down and right from the images' center, and their shapes broadcast to (N, height, width). The device
     doesn't support torch's `grid_sample`.
     """
     height, width = x.shape[-2:]

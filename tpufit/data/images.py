@@ -84,12 +84,12 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     Images may be at any depth in their class's folder. Names that begin with a dot (`.ipynb_checkpoints`) are skipped,
     and a warning counts other files without an image's suffix. Images are rotated by their EXIF data, and converted to
-    RGB: transparency is dropped, and 16-bit greys keep their upper 8 bits.
+    RGB: transparency is dropped, and 16-bit grays keep their upper 8 bits.
 
     Args:
         folder: The folder.
         size: The side of a square, or `(height, width)`, in pixels: each image is scaled to cover it, and cropped
-            around its centre. None (default) keeps each image's size.
+            around its center. None (default) keeps each image's size.
 
     Attributes:
         folder: The folder.
@@ -227,7 +227,7 @@ def _to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
 
 
 def _cover(image: PIL.Image.Image, height: int, width: int) -> PIL.Image.Image:
-    """Scale an image to cover the size, cropped around its centre; only the kept part is scaled."""
+    """Scale an image to cover the size, cropped around its center; only the kept part is scaled."""
     import PIL.Image
 
     scale = max(height / image.height, width / image.width)

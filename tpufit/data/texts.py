@@ -67,9 +67,9 @@ class PackedDataset(RowsOfTokens):
     label -100, which losses ignore: each token that can be predicted counts once.
 
     Args:
-        texts: Sequences of token numbers; or dicts of `"input_ids"` and, if some tokens shouldn't be learnt, `"labels"`
-            of the same length, as in a tokenized data set. A list, or a map-style data set, in which every text is read
-            once for its length.
+        texts: Sequences of token numbers; or dicts of `"input_ids"` and, if some tokens shouldn't be learned,
+            `"labels"` of the same length, as in a tokenized data set. A list, or a map-style data set, in which every
+            text is read once for its length.
         length: The number of tokens in a row.
         pad: The padding token (default 0).
         too_long: What to do with a text longer than a row: `"split"` it into several (default), or `"truncate"` it.
@@ -196,12 +196,12 @@ class PackedDataset(RowsOfTokens):
                 tokens[row, part] = ids[first : first + size]
                 positions[row, part] = np.arange(size)
                 segments[row, part] = number
-                learnt = wanted[first + 1 : first + size]
+                learned = wanted[first + 1 : first + size]
                 # With `shift`, a label is at the position of the token before.
-                labels[row, at : at + size - 1] = learnt
+                labels[row, at : at + size - 1] = learned
                 if not self.shift:
                     labels[row, at] = IGNORED
-                    labels[row, at + 1 : at + size] = learnt
+                    labels[row, at + 1 : at + size] = learned
                 at += size
             positions[row, at:] = np.arange(self.length - at)
         x = {"input_ids": tokens, "position_ids": positions, "segment_ids": segments}

@@ -81,7 +81,7 @@ def _find_range(y: Tensor, ignored: int) -> tuple[int, int] | None:
 
 
 def _find_ends(y: Tensor) -> tuple[int, int]:
-    """Return the smallest and largest label; optimised for a call between two steps, with cold caches."""
+    """Return the smallest and largest label; optimized for a call between two steps, with cold caches."""
     shape = y.shape
     if len(shape) == 1 and shape[0] <= _SHORT:
         labels = y.tolist()

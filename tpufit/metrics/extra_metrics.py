@@ -149,10 +149,10 @@ class _Counting(MulticlassStatScores):
         else:
             classes = torch.arange(self.num_classes or 0, dtype=COUNTS, device=preds.device)
             predicted = preds[:, None] == classes
-            labelled = (target[:, None] == classes) * counts[:, None]
-            tp = count(predicted * labelled, 0)
+            labeled = (target[:, None] == classes) * counts[:, None]
+            tp = count(predicted * labeled, 0)
             fp = count(predicted * counts[:, None], 0) - tp
-            fn = count(labelled, 0) - tp
+            fn = count(labeled, 0) - tp
             total = count(counts)
         self._update_state(tp, fp, total - tp - fp - fn, fn)
 
@@ -192,9 +192,9 @@ class ConfusionMatrix(torchmetrics.Metric):
         """Add a batch of classes; classes of weight 0 don't count."""
         classes = torch.arange(self._classes, dtype=COUNTS, device=preds.device)
         predicted = (preds.flatten()[:, None] == classes).float()
-        labelled = (target.flatten()[:, None] == classes).float()
-        labelled = labelled if weight is None else labelled * weight.flatten()[:, None].float()
-        self.matrix = self.matrix + (labelled.T @ predicted).to(COUNTS)  # exact up to 2**24 rows in float32
+        labeled = (target.flatten()[:, None] == classes).float()
+        labeled = labeled if weight is None else labeled * weight.flatten()[:, None].float()
+        self.matrix = self.matrix + (labeled.T @ predicted).to(COUNTS)  # exact up to 2**24 rows in float32
 
     def compute(self) -> Tensor:
         """Return the counts."""
@@ -238,10 +238,10 @@ def is_in_top(y_pred: Tensor, y: Tensor, k: int = 5) -> Tensor:
         [True, False]
     """
     classes = torch.arange(y_pred.shape[1], device=y.device).view(-1, *[1] * (y.dim() - 1))
-    labelled = y.unsqueeze(1) == classes
-    label_scores = torch.where(labelled, y_pred, 0).sum(1, keepdim=True)
+    labeled = y.unsqueeze(1) == classes
+    label_scores = torch.where(labeled, y_pred, 0).sum(1, keepdim=True)
     # The label's score isn't compared with itself, because a CPU may round the two differently.
-    return ((y_pred > label_scores) & ~labelled).sum(1) < k
+    return ((y_pred > label_scores) & ~labeled).sum(1) < k
 
 
 def to_two_classes(y_pred: Tensor) -> Tensor:

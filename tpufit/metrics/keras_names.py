@@ -23,7 +23,7 @@ NEAREST = {
     "mean": _LOG,
     "mean_metric_wrapper": "Pass the function itself: metrics=[lambda y_pred, y: ...], a value for each row.",
     "one_hot_io_u": _IOU,
-    "one_hot_mean_io_u": "That is 'mean_iou' with a loss of classes, by which one-hot targets are recognised.",
+    "one_hot_mean_io_u": "That is 'mean_iou' with a loss of classes, by which one-hot targets are recognized.",
     "pearson_correlation": "Pass torchmetrics.PearsonCorrCoef(), which is over all rows.",
     "poisson": "Pass a function: lambda p, y: F.poisson_nll_loss(p, y, log_input=False, reduction='none'), with F for "
     "torch.nn.functional, if the module returns rates.",

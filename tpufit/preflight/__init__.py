@@ -11,7 +11,7 @@
 | `children` | runs these processes, and explains their failures |
 | `hlo` | parses the text of a program |
 | `loop_counts` | counts the iterations of a program's loops |
-| `analysis` | analyses a compiled program |
+| `analysis` | analyzes a compiled program |
 | `tpu_slices` | TPU slices by their names in the cloud |
 | `report` | the result, as tables and as JSON |
 | `copied_folder` | a copy of the user's folder, which the script may write into |

@@ -135,7 +135,7 @@ class CompiledProgram:
         layers: The estimated cycles by phase and user's layer, in descending order.
         collectives: The communication between cores.
         warnings: Problems, in sentences, by kind: `"memory"`, `"gathers"`, `"float32"`, `"64-bit"`, `"padding"`.
-        text: The optimised program; the compiler's error if there is none.
+        text: The optimized program; the compiler's error if there is none.
         attention: The form of each layer's attention, by the layer's name: `"flash"`, or `"plain"` with the reason.
     """
 
@@ -157,7 +157,7 @@ class CompiledProgram:
 def analyze(
     traced: Mapping[str, Any], compiled: Mapping[str, Any], before: str, after: str, tpu: Slice
 ) -> CompiledProgram:
-    """Analyse a program.
+    """Analyze a program.
 
     Args:
         traced: The facts of its trace, such as role, cause, rows, arguments, lines and precision.
@@ -355,7 +355,7 @@ def _list_collectives(
 def _adds_rows(operation: Operation, by_name: Mapping[str, Operation]) -> bool:
     """True if the operands of a sum over cores are zeros except for each core's own rows.
 
-    The partitioner inserts such sums itself, so they have no user's line. They aren't recognised if a fusion inserts
+    The partitioner inserts such sums itself, so they have no user's line. They aren't recognized if a fusion inserts
     the rows.
     """
     if operation.phase:

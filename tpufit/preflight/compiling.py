@@ -1,7 +1,7 @@
 """Compiles programs for an absent TPU with libtpu, in a separate process: `python compiling.py FOLDER JOB`.
 
 It imports neither PyTorch nor the rest of tpufit, because libtpu may crash the process, and needs memory and time. For
-each program of the job it writes `NUMBER.SLICE.json`, and the optimised program as text.
+each program of the job it writes `NUMBER.SLICE.json`, and the optimized program as text.
 """
 
 import json

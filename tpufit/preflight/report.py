@@ -155,7 +155,7 @@ class PreflightReport:
         return facts | {"estimates": estimates, "programs": programs}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `report.json`, and each optimised program as text.
+        """Write `report.json`, and each optimized program as text.
 
         Args:
             folder: The folder, which is created if it is missing.

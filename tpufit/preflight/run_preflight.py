@@ -1,4 +1,4 @@
-"""`run_preflight`: plans, traces and compiles the steps of a compiled model, and analyses the programs."""
+"""`run_preflight`: plans, traces and compiles the steps of a compiled model, and analyzes the programs."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class GradientStep:
         original_step = optimizer.step
         zero_grad = optimizer.zero_grad
 
-        @wraps(original_step)  # copies the attribute by which schedulers recognise the method that they have patched
+        @wraps(original_step)  # copies the attribute by which schedulers recognize the method that they have patched
         def step(closure: Callable[[], Any] | None = None) -> Any:
             loss = self.step(closure)
             on_step()

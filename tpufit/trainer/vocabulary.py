@@ -60,7 +60,7 @@ def count_tokens(module: nn.Module) -> tuple[list[int], list[int]]:
 
 
 def count_positions(module: nn.Module) -> int | None:
-    """Return the number of learnt positions of a transformers model, the net or a part of it.
+    """Return the number of learned positions of a transformers model, the net or a part of it.
 
     None for a model that computes its position embeddings, and for any other net.
     """
@@ -68,6 +68,6 @@ def count_positions(module: nn.Module) -> int | None:
         most = getattr(getattr(part, "config", None), "max_position_embeddings", None)
         if isinstance(most, int) and hasattr(part, "get_input_embeddings"):
             named = part.named_modules()
-            learnt = (n for n, layer in named if isinstance(layer, nn.Embedding) and ("pos" in n or "wpe" in n))
-            return most if any(learnt) else None
+            learned = (n for n, layer in named if isinstance(layer, nn.Embedding) and ("pos" in n or "wpe" in n))
+            return most if any(learned) else None
     return None

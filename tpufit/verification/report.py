@@ -24,7 +24,7 @@ from .check import Figure
 from .runner import FAILED, NO_START, NO_TIME, PASSED, Device, Result
 
 _WIDTH = 120  # columns
-_COLOURS = {PASSED: "green", FAILED: "bold red", NO_START: "red", NO_TIME: "yellow"}
+_COLORS = {PASSED: "green", FAILED: "bold red", NO_START: "red", NO_TIME: "yellow"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Verification:
         for result in self.results:
             lines = [Text(str(figure), style="" if figure.holds else "red") for figure in result.figures]
             lines += [Text(result.failure, style="red")] if result.failure else []
-            status = Text(result.status, style=_COLOURS.get(result.status, "dim"))
+            status = Text(result.status, style=_COLORS.get(result.status, "dim"))
             table.add_row(status, result.name, Text("\n").join(lines), f"{result.seconds:.0f}")
         yield table
         yield Text(f"\n{self.summary}", style="bold")

@@ -61,7 +61,7 @@ class CachedDataset(Dataset[Any]):
     """A map-style dataset that makes its samples once, in several processes, then reads them from a few large files.
 
     A sample is a tensor, an array, a number, or a nest of tuples, lists and dicts of them, with a fixed shape and dtype
-    for each leaf. Dtypes don't change, so store images as uint8 and normalise them on the device.
+    for each leaf. Dtypes don't change, so store images as uint8 and normalize them on the device.
 
     While a sample is made, the random numbers of `random`, NumPy and torch depend only on (seed, index, copy), so the
     sample doesn't depend on the process or the time. `copies=k` stores k random variants of each sample, and epoch e
@@ -82,7 +82,7 @@ class CachedDataset(Dataset[Any]):
             processes it must be defined in a module, or in a script whose work is under `if __name__ == "__main__":`.
             Otherwise this process makes the samples.
         device_transform: A function from a batch to the model's input, which runs on the device inside the step's
-            graph: to cast, normalise, flip or crop (default: none). It doesn't affect the cache.
+            graph: to cast, normalize, flip or crop (default: none). It doesn't affect the cache.
         version: The samples' version (default `"1"`). Change it when the samples change for a reason that the cache
             can't see.
         seed: The seed of the random numbers (default 0).

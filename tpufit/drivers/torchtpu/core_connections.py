@@ -95,7 +95,7 @@ class CoreConnections:
         """End the processes, and return True, if the start of this process's runtime hasn't begun."""
         with self.lock:
             if not self._start_begun:
-                self._fail("their start was cancelled")
+                self._fail("their start was canceled")
             return not self._start_begun
 
     def _run_processes(self, environments: Sequence[Mapping[str, str]]) -> None:
