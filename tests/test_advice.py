@@ -72,6 +72,6 @@ def test_data_that_are_ready_are_not_waited_for(cores, now):
     assert model.input_bound == 0
 
 
-def test_advice_begins_at_a_fifth_and_a_second():
+def test_advice_needs_a_wait_of_a_fifth_of_the_time_and_one_second():
     assert advice.report_waiting(0.9, 1.0) is None and advice.report_waiting(1.1, 10.0) is None
     assert "30% of the epoch" in advice.report_waiting(3.0, 10.0)

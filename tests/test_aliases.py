@@ -365,7 +365,7 @@ class KeepsTheWeight(Callback):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_detached_weight_follows_it_in_the_steps_of_a_model(cores, rows):
+def test_a_detached_alias_has_the_weights_current_values_in_a_step(cores, rows):
     def run(**how):
         torch.manual_seed(0)
         model = UsesKept(nn.Linear(4, rows))

@@ -68,7 +68,7 @@ def make(**options):
     [pytest.param(nn.Sequential(*ALL), id="all")]
     + [pytest.param(one, id=type(one).__name__, marks=pytest.mark.soak) for one in ALL],
 )
-def test_it_is_replayed_and_the_same_on_any_number_of_cores(cores, augmentation):
+def test_augmentation_is_replayed_and_equal_on_any_number_of_cores(cores, augmentation):
     data, losses = Photos(), []
     for _ in range(2):
         model, before = make(), runtime.counts()

@@ -114,7 +114,7 @@ def test_batches_of_different_forms_are_refused(first, second, says):
         ([(zeros(8, 3), arange(8 * i, 8 * i + 8) // 3) for i in range(2)], ""),  # sorted by class
     ],
 )
-def test_indices_within_a_batch_give_a_warning(batches, says):
+def test_joining_batches_with_indices_into_them_is_a_warning(batches, says):
     join = Joiner("x")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

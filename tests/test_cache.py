@@ -41,7 +41,7 @@ def everything(tmp_path_factory):
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_batch_equals_the_source(everything, mode, ordered):
+def test_a_cached_batch_equals_the_sources_samples(everything, mode, ordered):
     data = CachedDataset.open(everything, mode=mode, ordered=ordered)
     source, indices = Everything(), np.random.default_rng(0).integers(0, 120, 50)  # some indices are repeated
     batch = data.get_batch(indices)
@@ -209,7 +209,7 @@ def test_the_bar_is_one_line_without_a_terminal(tmp_path, capsys):
     assert "64/64 samples" in line
 
 
-def test_its_repr(tmp_path):
+def test_a_cached_dataset_has_a_repr_and_info(tmp_path):
     data = CachedDataset(Rows(), tmp_path / "cache", device_transform=abs, shard_mb=FILES_OF_16, workers=0)
     info = data.info()
     assert (info.rows, info.copies, info.files, info.missing) == (64, 1, 4, 4)
@@ -235,7 +235,7 @@ def test_another_shard_size_keeps_existing_files(tmp_path):
     assert CachedDataset(Rows(), tmp_path, shard_mb=256).info().files == 4
 
 
-def test_it_can_be_pickled(everything):
+def test_a_cached_dataset_can_be_pickled(everything):
     data = CachedDataset.open(everything)
     data[0]
     exactly(pickle.loads(pickle.dumps(data)).get_batch([1, 2]), data.get_batch([1, 2]))
@@ -270,7 +270,7 @@ def test_an_opened_cache_cannot_be_warmed_up(everything):
         ({"source": iter([])}, "map-style dataset"),
     ],
 )
-def test_arguments(tmp_path, arguments, message):
+def test_wrong_arguments_of_cached_dataset_are_errors(tmp_path, arguments, message):
     with pytest.raises(ArgumentError, match=message):
         CachedDataset(**{"source": Rows(), "cache_dir": tmp_path, **arguments})
     with pytest.raises(UnknownNameError):

@@ -45,7 +45,7 @@ def train(backup, epochs=3, error=None, out_of_time=False, before=0):
 @pytest.mark.parametrize(
     ("save_freq", "kept"), [("epoch", [[3], [6], [9]]), (4, [[4], [8]]), (1, [[step] for step in range(1, 10)])]
 )
-def test_after_each_epoch_or_every_few_batches_across_epochs(tmp_path, save_freq, kept):
+def test_backups_follow_each_epoch_or_a_number_of_batches(tmp_path, save_freq, kept):
     assert train(BackupAndRestore(tmp_path / "new" / "backup", save_freq))[0] == kept
 
 
@@ -63,11 +63,11 @@ def test_the_previous_backup_may_be_kept_too(tmp_path):
         ({}, {"out_of_time": True}, [9]),
     ],
 )
-def test_it_is_deleted_after_a_complete_training(tmp_path, options, end, left):
+def test_a_backup_is_deleted_after_a_complete_training(tmp_path, options, end, left):
     assert train(BackupAndRestore(tmp_path, **options), **end)[1] == left
 
 
-def test_steps_are_its_own_and_counted_across_fits(tmp_path):
+def test_save_freq_counts_only_steps_since_the_callback_was_added(tmp_path):
     backup = BackupAndRestore(tmp_path, save_freq=4)
     assert train(backup, epochs=2, before=5)[0] == [[9]]  # trained for five steps without the callback
     assert train(backup, before=20)[0] == [[22], [26]]  # two steps were left over

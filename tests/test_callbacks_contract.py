@@ -202,7 +202,7 @@ def test_another_callbacks_error_ends_it_and_the_next_fit_works(job, make, where
 
 
 @pytest.mark.soak_on(8)
-def test_its_state_goes_through_json_into_another_object(job, make):
+def test_a_callbacks_state_goes_through_json_into_another_object(job, make):
     """The state in a checkpoint: weights as tensors, everything else as JSON."""
     callback = make()
     job.start()

@@ -79,7 +79,7 @@ def test_appending_keeps_the_columns_of_the_file(tmp_path):
     assert rows(path)[1] == {"epoch": "1", "loss": "0.25", "accuracy": "1.0"}
 
 
-def test_epochs_without_validation_are_na(tmp_path):
+def test_validation_logs_of_epochs_without_validation_are_na(tmp_path):
     path = tmp_path / "log.csv"
     train(CSVLogger(path), *losses(0.5, 0.4), {"loss": 0.3, "val_loss": 0.6}, *losses(0.2))
     assert [row["val_loss"] for row in rows(path)] == ["NA", "NA", "0.6", "NA"]
@@ -126,7 +126,7 @@ def test_the_rate_is_logged_in_any_order_of_callbacks(tmp_path, first):
 
 
 @pytest.mark.parametrize("order", [*permutations(range(3))])
-def test_a_row_has_its_epochs_rate_in_any_order(tmp_path, order):
+def test_a_row_has_its_epochs_rate_in_any_order_of_callbacks(tmp_path, order):
     """Two callbacks set the next epoch's rate when an epoch ends; neither may change the rate in this row."""
 
     class Halving(RateCallback):

@@ -25,7 +25,7 @@ def train(stopping, values, name="val_loss", model=None, stop_at=None):
 
 
 @pytest.mark.parametrize(("patience", "epochs"), [(0, 4), (1, 4), (2, 5), (3, 6), (9, 9)])
-def test_patience(patience, epochs):
+def test_training_stops_after_patience_epochs(patience, epochs):
     stopping = EarlyStopping("loss", patience=patience)
     assert train(stopping, [10.0, 9.0, 8.0, 9.0, 8.9, 8.8, 8.7, 8.6, 8.5], "loss") == epochs
     assert stopping.stopped_epoch == (epochs - 1 if patience < 9 else 0)
@@ -36,7 +36,7 @@ def test_a_better_value_resets_patience():
     assert train(EarlyStopping(patience=2), [5, 6, 4, 5, 3, 4, 5, 1]) == 7
 
 
-def test_min_delta():
+def test_changes_below_min_delta_dont_count():
     values = [1.0, 0.95, 0.91, 0.85, 0.8]
     assert train(EarlyStopping(patience=2), values) == 5
     assert train(EarlyStopping(patience=2, min_delta=0.1), values) == 3
@@ -66,7 +66,7 @@ def test_min_delta_and_baseline_where_higher_is_better():
         ("val_likelihood", "auto", {"likelihood": True}, 3),
     ],
 )
-def test_mode(monitor, mode, directions, epochs):
+def test_mode_decides_whether_rising_values_stop_training(monitor, mode, directions, epochs):
     """Rising values: training stops at the second if lower is better, else it runs to the end."""
     stopping = EarlyStopping(monitor, mode=mode)
     assert train(stopping, [1, 2, 3], monitor, FakeModel(directions)) == epochs
@@ -142,7 +142,7 @@ def test_nan_is_not_better_and_exhausts_patience():
     assert (stopping.best, stopping.model.weight) == (0.5, 1)
 
 
-def test_all_nan_still_ends():
+def test_training_stops_if_all_values_are_nan():
     assert train(EarlyStopping(), [math.nan] * 5) == 2
 
 
@@ -177,7 +177,7 @@ def test_verbose_prints_each_action(capsys):
     assert capsys.readouterr().out == "Epoch 2: early stopping\nRestoring the weights of the best epoch: 1\n"
 
 
-def test_its_attributes_are_keras_and_can_be_set():
+def test_attributes_are_keras_and_can_be_set():
     stopping = EarlyStopping("loss", -0.5, 3, baseline=0.8)
     assert (stopping.monitor, stopping.mode, stopping.min_delta, stopping.baseline) == ("loss", "auto", 0.5, 0.8)
     stopping.best, stopping.wait, stopping.stopped_epoch, stopping.best_epoch = 0.1, 3, 5, 5

@@ -36,7 +36,7 @@ def test_two_histories_share_nothing():
     assert (second.history, second.epoch) == ({}, [])
 
 
-def test_its_notebook_output():
+def test_a_history_has_a_repr_and_a_table_for_notebooks():
     history = History()
     assert repr(history) == "History(0 epochs)"
     history.on_epoch_end(0, {"loss": 0.123456})

@@ -40,7 +40,7 @@ def test_after_every_epoch_one_file_is_replaced(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["last.safetensors"]
 
 
-def test_best_only(tmp_path):
+def test_save_best_only_saves_only_improvements(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "{epoch}.safetensors", save_best_only=True)
     saved = epochs(checkpoint, losses(3, 4, math.nan, 2, 2, -math.inf, 1))
     assert [Path(path).stem for path in saved] == ["1", "4", "7"]
@@ -63,7 +63,7 @@ def test_best_only_leaves_the_best_in_its_one_file(tmp_path):
         ("val_likelihood", "auto", {"likelihood": True}, ["1", "2"]),
     ],
 )
-def test_mode(tmp_path, monitor, mode, directions, expected):
+def test_mode_decides_which_value_is_best(tmp_path, monitor, mode, directions, expected):
     checkpoint = ModelCheckpoint(tmp_path / "{epoch}.safetensors", monitor, save_best_only=True, mode=mode)
     saved = epochs(checkpoint, [{monitor: value} for value in (0.5, 0.6, 0.4)], model=FakeModel(directions))
     assert [Path(path).stem for path in saved] == expected
@@ -79,7 +79,7 @@ def test_a_threshold_must_be_beaten_first(tmp_path, mode, threshold, expected):
     assert [Path(path).stem for path in epochs(checkpoint, losses(0.7, 0.5, 0.4))] == expected
 
 
-def test_a_threshold_is_for_the_best_only(tmp_path):
+def test_initial_value_threshold_is_ignored_without_save_best_only(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "{epoch}.safetensors", initial_value_threshold=0)
     assert [Path(path).stem for path in epochs(checkpoint, losses(0.7, 0.5))] == ["1", "2"]
 
@@ -106,14 +106,14 @@ def test_epochs_without_validation_are_skipped(tmp_path):
 
 @pytest.mark.parametrize("save_weights_only", [False, True])  # a file contains nothing else anyway
 @pytest.mark.parametrize(("save_freq", "expected"), [(4, ["2-1-0.5", "3-2-0.5"]), (6, ["2-3-0.5"])])
-def test_every_few_batches_across_epochs(tmp_path, save_freq, expected, save_weights_only):
+def test_save_freq_counts_batches_across_epochs(tmp_path, save_freq, expected, save_weights_only):
     path = tmp_path / "{epoch}-{batch}-{loss:.1f}.safetensors"
     checkpoint = ModelCheckpoint(path, save_freq=save_freq, save_weights_only=save_weights_only)
     saved = epochs(checkpoint, [{"loss": 0.5}] * 3, steps=3)
     assert [Path(path).name for path in saved] == [f"{name}.safetensors" for name in expected]
 
 
-def test_batches_are_its_own_and_counted_across_fits(tmp_path):
+def test_save_freq_counts_only_batches_since_the_callback_was_added(tmp_path):
     checkpoint, model = ModelCheckpoint(tmp_path / "{epoch}-{batch}.safetensors", save_freq=4), FakeModel()
     model.steps_taken = 5  # trained without the callback
     for expected in (["2-1"], ["2-1", "1-2", "2-3"]):
@@ -121,7 +121,7 @@ def test_batches_are_its_own_and_counted_across_fits(tmp_path):
         assert [Path(path).stem for path in saved] == expected
 
 
-def test_every_batch(tmp_path):
+def test_save_freq_1_saves_after_every_batch(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "{epoch:02d}-{batch:02d}.safetensors", save_freq=1)
     saved = epochs(checkpoint, [{"loss": 0.5}] * 2, steps=2)
     assert [Path(path).stem for path in saved] == ["01-01", "01-02", "02-01", "02-02"]
@@ -224,7 +224,7 @@ def test_a_template_fills_its_last_component_only(tmp_path):
     assert epochs(checkpoint, losses(0.128)) == [str(tmp_path / "{epoch}" / "01-0.13.safetensors")]
 
 
-def test_signs_and_exponents_may_be_in_a_name(tmp_path):
+def test_signs_and_exponents_may_be_in_a_file_name(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path / "{val_loss:+.1e}.safetensors")
     names = [Path(path).name for path in epochs(checkpoint, losses(12345.0, -0.5, math.nan))]
     assert names == ["+1.2e+04.safetensors", "-5.0e-01.safetensors", "+nan.safetensors"]
@@ -236,7 +236,7 @@ def test_an_unknown_field_lists_the_logs(tmp_path):
         epochs(checkpoint, [{"loss": 1.0, "accuracy": 0.5}])
 
 
-def test_an_array_cant_be_part_of_a_name(tmp_path):
+def test_an_array_cant_be_part_of_a_file_name(tmp_path):
     with pytest.raises(ArgumentError, match="single numbers only, and 'recall' is"):
         epochs(ModelCheckpoint(tmp_path / "{recall:.1f}.safetensors"), [{"recall": np.zeros(3)}])
 

@@ -80,7 +80,7 @@ def test_a_change_below_min_delta_is_ignored(mode, values, min_delta):
 
 
 @pytest.mark.parametrize(("mode", "values"), [("min", (1.0, 0.5, 0.25)), ("max", (0.0, 0.5, 0.75))])
-def test_a_change_of_just_min_delta_is_none_and_small_ones_add_up(mode, values):
+def test_min_delta_must_be_exceeded_and_small_improvements_add_up(mode, values):
     assert observed(Monitor("x", mode, 0.5), *values) == [True, False, True]
 
 
@@ -102,7 +102,7 @@ def test_wait_resets_only_above_best_and_baseline():
     assert monitor.best == 0.9
 
 
-def test_a_first_best_must_be_beaten():
+def test_an_initial_best_value_must_be_beaten():
     assert observed(Monitor("loss", best=0.5), 0.6, 0.5, 0.4) == [False, False, True]
 
 

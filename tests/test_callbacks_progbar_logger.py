@@ -65,7 +65,7 @@ def fit(progress, epochs, steps, clock, step_seconds=0.5, read=lambda: {"loss": 
 
 
 @pytest.mark.parametrize("verbose", [0, 2])
-def test_its_attributes_are_keras(clock, verbose):
+def test_the_progress_bars_attributes_are_keras(clock, verbose):
     progress = started(verbose, epochs=3, steps=None)
     assert (progress.verbose, progress.epochs, progress.target, progress.seen) == (verbose, 3, None, 0)
     seen = []

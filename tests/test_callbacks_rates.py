@@ -49,7 +49,7 @@ def test_plateau_counts_as_keras_does(cooldown):
 @pytest.mark.parametrize(
     ("patience", "expected"), [(0, [1, 1, 0.5, 0.25, 0.125]), (1, [1, 1, 0.5, 0.25, 0.125]), (2, [1, 1, 1, 0.5, 0.5])]
 )
-def test_patience(patience, expected):
+def test_the_rate_is_reduced_after_patience_epochs(patience, expected):
     assert rates(ReduceLROnPlateau(factor=0.5, patience=patience), [1.0] * 5) == expected
 
 
@@ -57,7 +57,7 @@ def test_a_better_value_resets_patience():
     assert rates(ReduceLROnPlateau(factor=0.5, patience=2), [5, 6, 4, 5, 3, 4, 4, 4]) == [1] * 7 + [0.5]
 
 
-def test_min_delta():
+def test_changes_below_min_delta_dont_count():
     values = [1.0, 0.95, 0.9, 0.85]
     assert rates(ReduceLROnPlateau(factor=0.5, patience=1, min_delta=0.01), values) == [1, 1, 1, 1]
     assert rates(ReduceLROnPlateau(factor=0.5, patience=1, min_delta=0.2), values) == [1, 1, 0.5, 0.25]
@@ -73,7 +73,7 @@ def test_min_delta():
         ("val_likelihood", "auto", {"likelihood": True}, 1),
     ],
 )
-def test_mode(monitor, mode, directions, last):
+def test_mode_decides_whether_rising_values_reduce_the_rate(monitor, mode, directions, last):
     """Rising values: reduced after the second and third if lower is better, else never."""
     plateau = ReduceLROnPlateau(monitor, 0.5, 1, mode=mode)
     assert rates(plateau, [1, 2, 3, 4], monitor, FakeModel(directions, lr=1.0))[-1] == last
@@ -88,12 +88,12 @@ def test_the_rate_stays_at_its_minimum():
     assert rates(ReduceLROnPlateau(factor=0.1, patience=1, min_lr=0.05), [1.0] * 5) == [1, 1, 0.1, 0.05, 0.05]
 
 
-def test_cooldown():
+def test_no_reduction_follows_during_the_cooldown():
     expected = [1, 1, 0.5, 0.5, 0.25, 0.25]
     assert rates(ReduceLROnPlateau(factor=0.5, patience=1, cooldown=2), [1.0] * 6) == expected
 
 
-def test_its_attributes_are_keras_and_can_be_set():
+def test_attributes_are_keras_and_can_be_set():
     plateau = ReduceLROnPlateau("loss", 0.5, 1, min_delta=-0.01, cooldown=2)
     plateau.best, plateau.wait, plateau.cooldown_counter = 0.5, 3, 2
     plateau.set_model(FakeModel(lr=1.0))

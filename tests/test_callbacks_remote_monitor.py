@@ -40,7 +40,7 @@ def address(server):
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def test_a_form_with_a_field(server):
+def test_logs_are_sent_as_a_form_with_the_given_field(server):
     RemoteMonitor(address(server), field="event").on_epoch_end(3, {"loss": 0.5})
     [(path, headers, body)] = server.received
     assert path == "/publish/epoch/end/"

@@ -91,7 +91,7 @@ def test_the_best_weights_survive_an_interruption():
 
 
 @pytest.mark.parametrize("cooldown", [0, 2])
-def test_plateau(cooldown):
+def test_reduce_lr_on_plateau_resumes_as_if_uninterrupted(cooldown):
     whole, again = resumed(partial(ReduceLROnPlateau, "loss", patience=2, factor=0.5, cooldown=cooldown))
     assert again.model.learning_rate == whole.model.learning_rate < 0.4
 
@@ -156,7 +156,7 @@ def test_one_cycle(first, steps):
     assert whole.model.learning_rate < 1e-4
 
 
-def test_history():
+def test_historys_state_is_restored():
     history, again = History(), History()
     for epoch in range(4):
         validation = {"val_loss": 1} if epoch % 2 else {}

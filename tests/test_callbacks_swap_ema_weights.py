@@ -60,7 +60,7 @@ def test_a_later_checkpoint_saves_averages_if_asked(tmp_path, swap_on_epoch, fir
 @pytest.mark.parametrize(
     ("swap_on_epoch", "first", "warned"), [(False, True, True), (True, True, False), (True, False, True)]
 )
-def test_weights_that_are_judged_by_their_averages_are_warned_of(swap_on_epoch, first, warned, recwarn):
+def test_early_stopping_warns_if_it_judges_averages_but_restores_weights(swap_on_epoch, first, warned, recwarn):
     swap, stopping = SwapEMAWeights(swap_on_epoch), EarlyStopping(restore_best_weights=True)
     hooks = CallbackList([swap, stopping] if first else [stopping, swap], model=Averaging())
     hooks.call("on_train_begin")

@@ -149,7 +149,7 @@ def test_a_second_fit_continues_the_steps(tmp_path):
     assert [step for step, _ in read(tmp_path)["train"]["batch_loss"]] == [5, 10]
 
 
-def test_the_rate_is_the_epochs_rate(tmp_path):
+def test_the_logged_rate_is_the_rate_of_the_finished_epoch(tmp_path):
     board, model = TensorBoard(tmp_path), FakeModel(lr=0.5)
     board.set_model(model)
     for epoch in range(2):

@@ -44,7 +44,7 @@ def test_a_training_with_finite_losses_continues(raise_error, capsys):
     assert ends.ends == [{"loss": 0.5}] and capsys.readouterr().out == ""
 
 
-def test_it_ends_training_and_prints_once(capsys):
+def test_a_nan_loss_ends_training_and_prints_one_line(capsys):
     ends = Ends()
     assert train(TerminateOnNaN(), [None, None, 2, 2], ends) == 3
     assert ends.ends == [{"loss": 0.5}]

@@ -106,7 +106,7 @@ def test_only_the_named_number_is_kept(tmp_path):
     assert run.steps() == [3]
 
 
-def test_going_back_makes_an_earlier_checkpoint_the_newest(tmp_path):
+def test_a_checkpoint_written_later_is_newest_even_of_an_earlier_step(tmp_path):
     run = CheckpointDirectory(tmp_path, keep_last=2)
     for step in (10, 20, 30, 15):
         run.write(made(step))
@@ -648,7 +648,7 @@ def same(one, other):
     )
 
 
-def test_two_whole_checkpoints_are_read(two):
+def test_undamaged_checkpoints_are_read(two):
     run, _ = two
     assert same(run.newest(check_state), run.best(check_state))
 

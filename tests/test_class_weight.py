@@ -186,7 +186,7 @@ def test_weights_of_all_kinds_of_labels():
     assert weights(torch.tensor([0, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])) == [[0.5, 1], [9, 12]]
 
 
-def test_mistakes():
+def test_wrong_class_weights_are_errors():
     model = compiled(net())
     for wrong, message in [
         ({"cat": 1.0}, "the class 'cat': classes are whole numbers from 0"),

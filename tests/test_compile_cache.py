@@ -153,7 +153,7 @@ with custom_compiler_options({"xla_backend_optimization_level": "0"}):
 
 
 @pytest.mark.slow
-def test_a_folder_that_others_may_write_is_not_used_and_said(folder, run_python, tmp_path):
+def test_a_folder_that_others_may_write_is_not_used_with_a_warning(folder, run_python, tmp_path):
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     env = {"TPUFIT_COMPILE_CACHE": None, "XDG_CACHE_HOME": str(tmp_path / "cache")}

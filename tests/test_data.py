@@ -222,7 +222,7 @@ def test_the_first_batch_can_be_inspected():
     assert stream(batches).read_first() is None and len(list(batches)) == 1
 
 
-def test_dtypes():
+def test_data_become_the_expected_dtypes():
     for given_dtype, expected in [
         (np.float64, torch.float32),  # a TPU has no float64
         (np.float32, torch.float32),

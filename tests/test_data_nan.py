@@ -55,7 +55,7 @@ def test_later_epochs_are_not_searched():
 
 
 @pytest.mark.parametrize("x", [torch.tensor([[float("inf"), -float("inf")]] * 4), torch.ones(4, 2, dtype=torch.long)])
-def test_no_other_message(x):
+def test_data_without_nan_give_no_message(x):
     assert said(stream(x)) == []
 
 

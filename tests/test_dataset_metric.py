@@ -106,7 +106,7 @@ def test_nests_of_tensors(cores):
 
 
 @pytest.mark.cores(1)
-def test_one_of_several_outputs_and_bfloat16(cores):
+def test_a_dataset_metric_of_one_output_in_bfloat16(cores):
     class Two(nn.Module):
         def forward(self, x):
             return {"a": x[:, :3].bfloat16(), "b": x[:, 3:4]}
@@ -123,7 +123,7 @@ def test_one_of_several_outputs_and_bfloat16(cores):
 
 @pytest.mark.cores(1)
 @pytest.mark.parametrize("in_a_list", [False, True])
-def test_all_of_several_outputs(cores, in_a_list):
+def test_a_dataset_metric_gets_all_outputs(cores, in_a_list):
     class Two(nn.Module):
         def forward(self, x):
             return {"a": x[:, :3], "b": x[:, 3:4]}

@@ -51,7 +51,7 @@ def make():
 
 
 @pytest.mark.parametrize("form", ["dataset", "loader"])
-def test_it_equals_the_transform_on_the_host(cores, form):
+def test_a_device_transform_equals_the_same_transform_on_the_host(cores, form):
     normalize = Normalize()
     data = Images(normalize)
     data = data if form == "dataset" else DataLoader(data, batch_size=16 // cores)

@@ -88,7 +88,7 @@ def test_a_hosts_devices_need_not_be_adjacent(monkeypatch, own):
     assert make_placement(Cores(1, 3, "TPU", "a test")).local_shards is None
 
 
-def test_settled_cores_stay(monkeypatch):
+def test_settled_cores_are_returned_again(monkeypatch):
     fake_torch_xla.install(monkeypatch, devices=4)
     first = devices.start(4, "fit(cores=4)")
     assert start("auto") is start(None) is start(4) is start("4") is first
@@ -102,7 +102,7 @@ def test_settled_cores_stay(monkeypatch):
         assert "tpufit.init(cores=" in message  # the cure
 
 
-def test_one_core_is_not_another(monkeypatch):
+def test_a_chosen_core_stays_the_same_core(monkeypatch):
     fake_torch_xla.install(monkeypatch, devices=4)
     start([2])
     assert start(1).index == start([2]).index == 2
@@ -126,7 +126,7 @@ def test_a_process_in_spmd_mode_already(monkeypatch):
     assert "use_spmd" not in fake.calls
 
 
-def test_one_device_work_before_many_cores(monkeypatch):
+def test_many_cores_are_refused_if_one_was_used(monkeypatch):
     fake = fake_torch_xla.install(monkeypatch, devices=8, started=True, locked=True)
     with pytest.raises(CoresError, match=r"already computed on one XLA device.*tpufit.init\(cores=8\) first"):
         start(8)
@@ -307,14 +307,14 @@ def test_after_the_user_has_started_the_runtime(run_python):
 
 
 @pytest.mark.slow
-def test_after_the_users_work_on_one_device(run_python):
+def test_many_cores_are_refused_after_the_users_work_on_one(run_python):
     code = "import torch, torch_xla\ntorch.ones(2, device='xla').add_(1).cpu()\n"
     line = last_line(run_python(code + FIT + "fit(8)", env={"CPU_NUM_DEVICES": "8"}))
     assert "already computed on one XLA device" in line
 
 
 @pytest.mark.slow
-def test_on_one_particular_core(run_python):
+def test_fit_runs_on_a_chosen_core(run_python):
     code = """
     model.fit(np.ones((20, 2), "float32"), np.zeros(20, int), verbose=0, cores=[2])
     import torch_xla
@@ -327,13 +327,13 @@ def test_on_one_particular_core(run_python):
 
 
 @pytest.mark.slow
-def test_init_settles(run_python):
+def test_init_settles_the_number_of_cores(run_python):
     process = run_python(FIT + "tpufit.init(cores=2)\nfit()\nprint(tpufit.runtime.get_settled_cores())")
     assert process.stdout.strip() == "2 cores (XLA:CPU, virtual)", process.stderr
 
 
 @pytest.mark.slow
-def test_a_backward_pass_on_the_cpu_before(run_python):
+def test_fit_works_after_a_backward_pass_on_the_cpu(run_python):
     """Autograd counts the devices at its first backward pass, before torch_xla's device exists: a trap in notebooks."""
     code = """
     model.module(torch.ones(5, 2)).sum().backward()

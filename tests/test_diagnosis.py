@@ -83,7 +83,7 @@ def test_times_between_passes_are_at_most_the_total():
     assert "callbacks took 75% of the time" in said
 
 
-def test_usual_values_are_not_a_problem():
+def test_usual_values_give_no_message():
     usual = report(
         waits=Counter({"logs": 3, "batch logs": 7, "throttle": 40}),
         compiled=[Compiled("train", "x had the shape (8,), and now (3,)", 5.0)] * 2,
@@ -102,7 +102,7 @@ def test_a_hint_about_short_steps():
     assert "steps_per_execution" not in advice.report_starting(8.0, 10.0, joined=True)
 
 
-def test_times_are_exclusive_of_each_other(monkeypatch):
+def test_nested_times_are_not_counted_twice(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("tpufit.utils.counters.perf_counter", lambda: now[0])
 

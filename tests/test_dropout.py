@@ -92,7 +92,7 @@ def test_rows_of_more_than_2_32_elements_differ(cores):
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.02, 0.005, 0.999])
-def test_it_drops_the_requested_share_and_scales_the_rest(cores, rate, dtype):
+def test_dropout_drops_the_requested_share_and_scales_the_rest(cores, rate, dtype):
     x = torch.full((512, 2048), 3.0, dtype=dtype, device=device(cores))
     with of_a_step(cores):
         y = F.dropout(x, rate, True).cpu().double()

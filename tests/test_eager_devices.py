@@ -76,7 +76,7 @@ def trained(run_eagerly, epochs=2, callbacks=None, resume=False, **arguments):
         pytest.param({"optimizer": "sgd", "global_clip_norm": 0.1}, id="clipped", marks=pytest.mark.slow),
     ],
 )
-def test_a_training_equals_the_hosts(device, arguments):
+def test_a_training_on_an_eager_device_equals_one_on_the_host(device, arguments):
     history, outputs, weights, model = trained(False, **arguments)
     expected, expected_outputs, expected_weights, _ = trained(True, **arguments)
     assert {p.device for p in model.module.parameters()} == {device.device} and weights["calls"] == 6

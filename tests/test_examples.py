@@ -109,14 +109,14 @@ def test_a_unet_finds_discs_and_squares(run_python):
 
 
 @pytest.mark.soak
-def test_halves_of_digits_match(run_python):
+def test_the_contrastive_example_matches_halves_of_digits(run_python):
     output = run(run_python, "examples/contrastive.py")
     first, first_five = re.search(r"first in (\d+)%, in the first five in (\d+)%$", output, re.M).groups()
     assert int(first) > 25 and int(first_five) > 60
 
 
 @pytest.mark.soak
-def test_five_folds_make_a_submission(run_python, tmp_path):
+def test_the_kfold_example_writes_a_submission_of_five_folds(run_python, tmp_path):
     output = run(run_python, "examples/kfold.py")
     assert len(re.findall(r"^fold \d: ", output, re.M)) == 5
     scores = [float(score) for score in re.findall(r"AUROC ([\d.]+)", output)]

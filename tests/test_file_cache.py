@@ -32,7 +32,7 @@ def test_a_file_is_read_as_it_was_written(cache, file):
 
 
 @pytest.mark.parametrize("damaged", [b"", b"short", slice(0, -1), slice(1, None), "a bit"])
-def test_a_damaged_file_is_none(cache, file, damaged):
+def test_a_damaged_file_is_read_as_none(cache, file, damaged):
     whole = file.read_bytes()
     if damaged == "a bit":
         damaged = whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:]
@@ -42,13 +42,13 @@ def test_a_damaged_file_is_none(cache, file, damaged):
     assert cache.read("ab") == b"content"
 
 
-def test_a_file_under_another_name_is_none(cache, file):
+def test_a_renamed_file_is_read_as_none(cache, file):
     file.rename(file.with_name("cd.bin"))
     assert cache.read("cd") is None
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_a_file_that_others_may_write_is_none_until_replaced(cache, file, mode):
+def test_a_file_that_others_may_write_is_read_as_none_until_replaced(cache, file, mode):
     file.chmod(mode)
     assert cache.read("ab") is None
     cache.write("ab", b"again")
@@ -75,7 +75,7 @@ def test_folders_and_files_of_another_user_are_left_alone(cache, monkeypatch):
     assert os.listdir(cache.folder) == ["ab.bin"]
 
 
-def test_a_file_of_another_user_in_the_own_folder_is_none(cache, monkeypatch):
+def test_another_users_file_is_read_as_none(cache, monkeypatch):
     of = os.fstat
 
     def of_another(descriptor):
@@ -87,7 +87,7 @@ def test_a_file_of_another_user_in_the_own_folder_is_none(cache, monkeypatch):
     assert cache.read("ab") is None and cache.find_refusal() == ""
 
 
-def test_links_and_pipes_in_place_of_a_file_are_none(cache, file):
+def test_links_and_pipes_are_read_as_none(cache, file):
     whole = file.rename(file.with_name("whole"))
     file.symlink_to(whole)
     assert cache.read("ab") is None
@@ -98,7 +98,7 @@ def test_links_and_pipes_in_place_of_a_file_are_none(cache, file):
     assert cache.read("ab") == b"again"
 
 
-def test_what_was_used_least_recently_is_removed_beyond_the_limit(cache, file):
+def test_least_recently_used_files_are_removed_above_the_limit(cache, file):
     size = file.stat().st_size
     cache = FileCache(cache.folder, ".bin", limit=3 * size)
     (cache.folder / "mine.txt").write_bytes(bytes(5000))  # not of the cache
@@ -122,7 +122,7 @@ def test_drafts_of_killed_processes_are_removed_once_they_are_old(cache):
     assert sorted(os.listdir(cache.folder)) == [".new.bin.0123456789abcdef", "ab.bin", "cd.bin"]
 
 
-def test_a_place_that_cannot_be_written_keeps_nothing(tmp_path):
+def test_a_cache_in_an_unwritable_folder_stores_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     cache = FileCache(tmp_path / "file" / "kept", ".bin", limit=1000)
     cache.write("ab", b"content")

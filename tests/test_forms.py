@@ -120,7 +120,7 @@ def test_single_rows_are_refused(data, says, cores):
         next(stream(data(), cores=cores).epoch(0))
 
 
-def test_items_of_keras_are_batches():
+def test_a_keras_dataset_is_refused_because_its_items_are_batches():
     kind = type("PyDataset", (Rows,), {"__module__": "keras.src.trainers"})
     with pytest.raises(DataError, match="x is a Keras Own, whose items are batches"):
         stream(type("Own", (kind,), {})())

@@ -46,7 +46,7 @@ def test_arithmetic_equals_pythons_bit_for_bit():
     [(3, 0.05, 0.02, 0.3), (1, 0.05, 0.2, 0.3), (0, 0.0, -1.0, 0.0)],
     ids=["after the warm-up", "with a smaller rate", "with a rate of 0"],
 )
-def test_another_branch_needs_another_trace(numbers):
+def test_numbers_that_take_another_branch_need_another_trace(numbers):
     trace, found = trace_of((0, 0.05, -1.0, 0.0))
     assert again(trace, found, numbers) is None
     other, found = trace_of(numbers)

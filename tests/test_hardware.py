@@ -69,7 +69,7 @@ def test_on_kaggle_stale_variables_are_removed(tmp_path):
 
 
 @pytest.mark.parametrize(("chips", "folders"), [(4, []), (0, ["kaggle"])])
-def test_elsewhere_variables_stay(tmp_path, chips, folders):
+def test_stale_variables_stay_without_kaggles_tpu(tmp_path, chips, folders):
     environ = dict(LEFT)
     hardware.drop_stale_variables(environ, lay_out(tmp_path, device="0x0027", chips=chips, folders=folders))
     assert environ == LEFT

@@ -62,7 +62,7 @@ def test_fast_data_are_read_in_the_loop_from_the_second_pass(quick):
     assert slow.threads == ["tpufit-prefetch"] * 3
 
 
-def test_data_that_become_slow_keep_their_thread(quick):
+def test_data_that_become_slow_are_read_in_a_thread_again(quick):
     data = Batches()
 
     class Slower(tpufit.callbacks.Callback):
@@ -94,7 +94,7 @@ def test_an_error_in_quick_data_is_raised_where_it_happened(quick):
     ],
     ids=["workers", "iterator"],
 )
-def test_some_data_always_have_their_thread(data):
+def test_some_data_are_always_read_in_a_thread(data):
     pace = stream(data).pace
     pace.note(ReadTimes(1000), 1.0)
     assert not pace.inline and pace.passed
@@ -121,7 +121,7 @@ def test_rows_in_memory_never_have_a_thread(tmp_path):
         (ReadTimes(), False),
     ],
 )
-def test_fast_means_little_of_the_loops_time(times, inline):
+def test_data_are_read_inline_if_they_take_little_of_the_loops_time(times, inline):
     pace = stream([(X, Y)]).pace
     pace.note(times, 1.0)
     assert pace.inline is inline
@@ -134,7 +134,7 @@ def test_shuffled_rows_follow_the_order(dtype):
     assert torch.equal(found, rows[permute_rows(20, seed=1, epoch=2)])
 
 
-def test_it_closes_a_generator_and_counts():
+def test_an_inline_reader_closes_a_generator_and_counts_batches():
     closed = []
 
     def batches():
@@ -153,7 +153,7 @@ def test_it_closes_a_generator_and_counts():
     assert list(feed) == []
 
 
-def test_a_stop_in_prepare_is_an_error():
+def test_stop_iteration_in_prepare_is_an_error():
     with (
         InlineReader([1], lambda batch: next(iter(()))) as feed,
         pytest.raises(RuntimeError, match="prepare raised Stop"),

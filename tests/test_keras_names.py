@@ -56,7 +56,7 @@ REGRESSION = {
 
 
 @pytest.mark.parametrize("name", REGRESSION)
-def test_regression(name):
+def test_regression_metrics_have_keras_values(name):
     assert run(name, P, T) == pytest.approx(REGRESSION[name].item(), rel=1e-5)
 
 
@@ -75,7 +75,7 @@ def test_weighted_metrics_equal_kerass_formulas():
     assert run("sparse_top_k_categorical_accuracy", SCORES, LABELS, weight=weight) == pytest.approx(expected.item())
 
 
-def test_accuracies():
+def test_accuracies_have_keras_values():
     one_hot = F.one_hot(LABELS, 9)
     right = (SCORES.argmax(1) == LABELS).float().mean().item()
     assert run("sparse_categorical_accuracy", SCORES, LABELS) == pytest.approx(right)
@@ -183,7 +183,7 @@ def test_the_names_in_hints_exist():
 
 
 @pytest.mark.cores(1, 8)
-def test_on_the_device(cores):
+def test_keras_metrics_are_computed_on_the_device(cores):
     """Uneven rows, in a replayed step, and sums on the device: no value is read, and no batch kept."""
     names = ["top_k_categorical_accuracy", "categorical_accuracy", "mean_iou", "confusion_matrix"]
     model = tpufit.Model(nn.Identity())

@@ -547,7 +547,7 @@ def test_cells_of_recurrent_layers(cell):
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("dim", [0, -1])
-def test_chunks(chunks, dim):
+def test_unsafe_chunk_equals_pytorchs(chunks, dim):
     native, own = both(
         lambda x: torch.cat([one * i for i, one in enumerate(x.unsafe_chunk(chunks, dim))], dim), randn(7, 7)
     )

@@ -97,7 +97,7 @@ def test_weighted_rows_are_divided_by_their_number_as_in_keras():
 
 
 @pytest.mark.parametrize("module", [nn.KLDivLoss(reduction="batchmean"), nn.MSELoss(reduction="sum"), nn.MSELoss()])
-def test_weights_of_one_have_no_effect_in_any_reduction(module):
+def test_sample_weights_of_1_change_no_reduction(module):
     prediction, target = LOGITS.log_softmax(1), LOGITS.softmax(1)
     torch.testing.assert_close(Loss(module)(prediction, target, torch.ones(4)), module(prediction, target))
 

@@ -304,7 +304,7 @@ def test_mistakes_that_compile_finds():
         model.compile(sgd, {"kind": "crossentropy"})
 
 
-def test_an_omitted_weight_is_1():
+def test_a_loss_without_a_weight_has_weight_1():
     ones = {"a": torch.tensor(1.0), "b": torch.tensor(1.0)}
     assert LossByOutput({"a": "mse", "b": "mse"}, {"b": 3.0}).total(ones) == 4.0
     assert LossByOutput(["mse", None, "mse"], [None, None, 3]).total({0: ones["a"], 2: ones["b"]}) == 4.0
@@ -312,7 +312,7 @@ def test_an_omitted_weight_is_1():
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 5)])
-def test_weights_of_one_change_nothing(reduction, shape):
+def test_sample_weights_of_1_change_nothing(reduction, shape):
     torch.manual_seed(0)
     logits, labels = torch.randn(3, 4, 5), torch.randint(0, 4, (3, 5))
     labels[0, 2:] = -100  # padding, which doesn't count as elements either

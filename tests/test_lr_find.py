@@ -263,7 +263,7 @@ def test_python_counts_and_random_state_are_restored(cores, name):
 
 @pytest.mark.soak_on(8)
 @on_cores
-def test_a_loader_shuffles_afterwards_as_without(cores):
+def test_a_loader_shuffles_the_same_after_lr_find(cores):
     def train(searched):
         model = compiled()
         data = TensorDataset(torch.tensor(IMAGES), torch.tensor(LABELS))
@@ -419,7 +419,7 @@ def test_wrong_arguments(arguments, says):
         compiled().lr_find(IMAGES, LABELS, **arguments)
 
 
-def test_it_needs_a_compiled_model():
+def test_lr_find_needs_a_compiled_model():
     with pytest.raises(NotCompiledError, match="lr_find needs a compiled model"):
         tpufit.Model(mlp()).lr_find(IMAGES, LABELS)
 
@@ -454,7 +454,7 @@ def test_a_curve_that_never_falls_has_no_suggestion(losses):
     assert LRCurve.of(rates(40), losses, smoothing=0.9).suggestion is None
 
 
-def test_noise_isnt_a_fall():
+def test_a_noisy_constant_loss_has_no_suggestion():
     noise = np.random.default_rng(0).normal(2.3, 0.1, (20, 100))
     assert [LRCurve.of(rates(100), losses, smoothing=0.9).suggestion for losses in noise.tolist()] == [None] * 20
 

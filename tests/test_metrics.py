@@ -62,7 +62,7 @@ def test_names_of_classification(name, theirs):
     assert run(name, parts) == pytest.approx(float(theirs(*joined(parts))), abs=1e-7)
 
 
-def test_the_mean_of_labels_and_of_two_classes():
+def test_f1_averages_over_labels_and_over_two_classes():
     several = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.7, 0.6]]), torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0]])
     expected = torchmetrics.functional.f1_score(several[0], several[1].long(), "multilabel", num_labels=2, average=None)
     assert run("f1", [several]) == pytest.approx(expected.mean().item()) != pytest.approx(run("f1_micro", [several]))
@@ -135,7 +135,7 @@ def test_a_batch_dependent_metric_is_reported_once(cores):
     assert len(told) == 1
 
 
-def test_a_function_that_returns_other_than_rows():
+def test_a_function_must_return_a_value_for_each_row_or_one_number():
     with pytest.raises(ArgumentError, match=r"one value for each of 3 rows, or one number, got shape \(4,\)"):
         run(lambda p, y: torch.zeros(4), [(torch.ones(3), torch.ones(3))])
     weighted = PassMetrics(metrics.build(None, [lambda p, y: (p - y).mean()]), HOST)
@@ -259,7 +259,7 @@ def test_logs_are_read_once_and_only_on_access():
         logs["lr"]
 
 
-def test_names():
+def test_metrics_have_the_expected_names():
     assert [m.name for m in metrics.build(["acc", torchmetrics.AUROC(task="binary")])] == ["acc", "binary_auroc"]
     assert [m.name for m in metrics.build({"top": "accuracy"})] == ["top"]
     assert [m.name for m in metrics.build(torchmetrics.MeanSquaredError())] == ["mean_squared_error"]

@@ -274,7 +274,7 @@ def with_numpy(y_pred, y):
         str(value) if isinstance(value, (str, bool)) else getattr(value, "__name__", type(value).__name__)
     ),
 )
-def test_exact_with_an_uneven_tail(cores, metric, on_host):
+def test_metrics_are_exact_with_a_short_last_batch(cores, metric, on_host):
     where = on_host if driver().name == "torch_xla" else None  # TorchTPU lacks bincount, but has histc
     logs = evaluated(cores, Kind, KIND, "cross_entropy", on_host=where, metrics={"it": metric})
     named = {

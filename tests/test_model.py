@@ -259,7 +259,7 @@ def test_the_package_has_dir_and_help(run_python):
     assert "class Model(" in shown and " |  fit(" in shown and "set_random_seed(" in shown and not result.stderr
 
 
-def test_the_parameters_are_the_modules():
+def test_a_models_parameters_are_its_modules():
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     trained = tpufit.Model(net)
     assert [id(p) for p in trained.parameters()] == [id(p) for p in net.parameters()]

@@ -122,7 +122,7 @@ def test_errors_equal_pytorchs(name):
     assert (ours.type, str(ours.value)) == (native.type, str(native.value))
 
 
-def test_kernels_end_with_the_context():
+def test_replaced_kernels_are_restored_at_the_contexts_end():
     x = torch.randn(3, 4, requires_grad=True)
     with pytest.raises(ZeroDivisionError), replace_kernels("CPU"):
         assert "NativeLayerNorm" not in F.layer_norm(x, (4,)).grad_fn.name()

@@ -106,7 +106,7 @@ def test_rows_that_the_cores_cant_divide_evenly_are_evaluated(cores):
     )
 
 
-def test_errors_equal_fits(cores):
+def test_errors_are_the_same_as_in_fit(cores):
     with pytest.raises(NotCompiledError, match="train_on_batch needs a compiled model"):
         make(compiled=False).train_on_batch(X, Y, cores=cores)
     with pytest.raises(DataError, match="the loss needs targets"):

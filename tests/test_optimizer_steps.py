@@ -198,7 +198,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("name", "option", "change"), OPTIONS, ids=[option for _, option, _ in OPTIONS])
 @pytest.mark.soak_on(8)
-def test_an_option_that_changes_once_costs_one_graph(cores, name, option, change):
+def test_an_option_that_changes_once_compiles_one_graph_more(cores, name, option, change):
     class Once(Callback):
         reads_weights = False
 

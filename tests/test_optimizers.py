@@ -27,14 +27,14 @@ def train(module, optimizer, steps, begin=lambda: None):
 
 
 @pytest.mark.parametrize("form", ["sgd", torch.optim.SGD, partial(torch.optim.SGD), lambda p: torch.optim.SGD(p)])
-def test_forms(form):
+def test_each_form_of_an_optimizer_is_accepted(form):
     module = net()
     built = optimizers.build(form, module)
     assert isinstance(built, torch.optim.SGD)
     assert [id(p) for p in built.param_groups[0]["params"]] == [id(p) for p in module.parameters()]
 
 
-def test_an_instance_is_kept():
+def test_an_optimizer_instance_is_used_as_it_is():
     module = net()
     given = torch.optim.AdamW(module.parameters())
     assert optimizers.build(given, module) is given
@@ -99,7 +99,7 @@ def test_all_state_exists_before_the_first_step(form):
     assert {k: v for k, v in made.items() if v} == {k: v for k, v in before.items() if v}
 
 
-def test_existing_state_is_kept():
+def test_an_optimizers_existing_state_is_kept():
     module = net()
     optimizer = torch.optim.Adam(module.parameters())
     train(module, optimizer, 2)

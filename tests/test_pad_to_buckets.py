@@ -32,7 +32,7 @@ def test_each_field_has_its_own_padding():
     assert image.shape == (2, 3, 8, 8)
 
 
-def test_too_long_and_no_lengths_and_other_fields():
+def test_too_long_samples_and_wrong_arguments_are_errors():
     with pytest.raises(DataError, match="length 7, but the longest bucket is 4"):
         PadToBuckets([4, 2])([torch.ones(7)])
     with pytest.raises(ArgumentError, match="one or more whole numbers"):

@@ -139,7 +139,7 @@ def test_a_missing_matrix_is_reported(cores, tmp_path):
     assert EventAccumulator(str(tmp_path / "train")).Reload().Images("confusion_matrix")
 
 
-def test_a_logger_must_draw():
+def test_a_logger_must_be_able_to_draw():
     with pytest.raises(ArgumentError, match="logger must be a callback that draws"):
         ConfusionMatrix(EarlyStopping())
 

@@ -63,7 +63,7 @@ def test_shares_have_decimals_and_empty_classes_are_blank():
     assert axes.images[0].get_array()[1].tolist() == [0, 0]
 
 
-def test_many_classes_have_no_numbers_in_their_cells():
+def test_a_confusion_matrix_of_many_classes_has_no_numbers():
     assert not plots.confusion_matrix(np.eye(100)).axes[0].texts
 
 

@@ -40,7 +40,7 @@ class Spy(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "bf16-true"])
-def test_formats_of_inputs_weights_and_loss(cores, name):
+def test_inputs_weights_and_loss_have_the_formats_of_the_precision(cores, name):
     class Model(tpufit.Model):
         def train_step(self, batch):
             logs = super().train_step(batch)

@@ -135,7 +135,7 @@ PEAK = """
     ],
     ids=["arrays", "generator", "file"],
 )
-def test_memory(run_python, x, size, out, most):
+def test_predictions_are_not_held_twice_in_memory(run_python, x, size, out, most):
     """200 MB of outputs; a list of them, joined at the end, would take twice as much.
 
     Batches are small, because the number of batches in memory at a time depends on other work of the machine.

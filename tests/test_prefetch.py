@@ -349,7 +349,7 @@ def recording():
     assert wrong == []
 
 
-def test_nothing_is_prepared_in_a_pause():
+def test_no_batch_is_prepared_while_prefetching_is_paused():
     with recording() as (prepare, paused), Prefetcher(range(60), prepare, depth=4) as feed:
         got = []
         for batch in feed:
@@ -362,7 +362,7 @@ def test_nothing_is_prepared_in_a_pause():
     assert got == list(range(60))
 
 
-def test_ready_batches_are_available_in_a_pause():
+def test_ready_batches_are_available_while_prefetching_is_paused():
     with filled(range(10), 3, depth=3) as feed:
         with feed.pausing():
             assert [next(feed) for _ in range(3)] == [0, 1, 2]
@@ -371,14 +371,14 @@ def test_ready_batches_are_available_in_a_pause():
         assert list(feed) == list(range(3, 10))
 
 
-def test_the_end_is_available_in_a_pause():
+def test_the_end_of_data_is_available_while_prefetching_is_paused():
     with Prefetcher(range(2), same, depth=5) as feed:
         assert becomes(lambda: not feed_threads())
         with feed.pausing():
             assert list(feed) == [0, 1]
 
 
-def test_close_in_a_pause_does_not_wait(monkeypatch):
+def test_close_does_not_wait_while_prefetching_is_paused(monkeypatch):
     monkeypatch.setattr(prefetch, "_PATIENCE", 1e6)
     source, prepared = Source(), []
     feed = Prefetcher(source, prepared.append, depth=1)

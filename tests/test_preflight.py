@@ -255,7 +255,7 @@ def test_a_loops_body_counts_for_each_iteration():
     assert [(one.kind, one.count, one.nbytes) for one in found.collectives] == [("all-reduce", 6, 6 * 32)]
 
 
-def test_too_large_is_a_report_and_other_refusals_are_errors():
+def test_out_of_memory_is_a_report_and_other_compiler_errors_are_errors():
     words = (
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 24.50G of "
         "15.75G hbm. Exceeded hbm capacity by 8.75G.\n\n  Largest program allocations in hbm:\n\n"
@@ -709,7 +709,7 @@ def traced(model, limit=None, validation_split=0.0, **training):
     "name", [name if name in TELLING else pytest.param(name, marks=pytest.mark.soak) for name in FITS]
 )
 @pytest.mark.usefixtures("compiles_anew")
-def test_the_programs_equal_a_fits(cores, name):
+def test_a_preflights_programs_equal_those_of_fit(cores, name):
     """Of 9 steps in an epoch, over four epochs, with all kinds of steps."""
     fitting = {key: value for key, value in FITS[name].items() if key in _OF_FIT}
     compiling = {key: value for key, value in FITS[name].items() if key not in _OF_FIT}

@@ -201,7 +201,7 @@ def test_each_core_draws_for_its_own_rows(programs, name, on):
 
 @every_training
 @every_slice
-def test_there_is_no_float64(programs, name, on):
+def test_programs_contain_no_float64(programs, name, on):
     for _, before, program in of(programs, name, on):
         found = [array for text in (before, program.text) for o, _ in parse_operations(text) for array in o.arrays]
         assert len(found) > 100
@@ -342,7 +342,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.soak
-def test_a_mask_costs_little():
+def test_attention_masks_cost_little():
     costs = {}
     for form in ("causal", "boolean", "additive"):
         model = tpufit.Model(Masked(form))

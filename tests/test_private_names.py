@@ -101,7 +101,7 @@ def train(kind, cores):
     return history, model.state_dict(), rows, replayed
 
 
-def test_44_names_are_free():
+def test_the_list_of_free_names_has_44_names():
     assert len(set(NAMES)) == 44
 
 

@@ -172,7 +172,7 @@ class TwoFits(Sees):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SOME)
-def test_another_fit(cores, name):
+def test_a_change_before_another_fit_takes_effect(cores, name):
     replayed = TwoFits(cores, name)
     assert replayed.logs == TwoFits(cores, name, jit_compile=False).logs and not replayed.announced
 

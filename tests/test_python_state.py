@@ -300,7 +300,7 @@ def test_facts_differ_if_values_differ(one, other):
     hash(tuple(values_of(one).items()))
 
 
-def test_facts_of_locks_and_the_like_are_none():
+def test_locks_and_similar_objects_have_no_facts():
     for value in (threading.Lock(), memoryview, object(), weakref.ref(Schedule)):
         assert values_of(value) == {}
 

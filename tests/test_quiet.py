@@ -39,7 +39,7 @@ except ValueError as error:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "no\n", "")
 
 
-def test_a_variable_shows_all(run_python):
+def test_a_variable_shows_all_messages_of_xla(run_python):
     assert " external/xla/" in run_python(FIT, env={"TF_CPP_MIN_LOG_LEVEL": "0"}).stderr
 
 

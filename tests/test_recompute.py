@@ -157,7 +157,7 @@ def net() -> Net:
 
 
 @pytest.mark.cores(1, 8)
-def test_training_is_the_same(net: Net, cores: int) -> None:
+def test_training_with_remat_equals_training_without(net: Net, cores: int) -> None:
     assert_same_training(net, cores, True)
 
 
@@ -240,7 +240,7 @@ def test_a_custom_step_with_two_forward_passes(net: Net, cores: int) -> None:
 
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_nets_checkpoints_change_no_number(cores: int, reentrant: bool) -> None:
+def test_activation_checkpointing_of_a_net_changes_no_number(cores: int, reentrant: bool) -> None:
     torch.manual_seed(0)
     plain = Checkpointed(dropping())
     again = Checkpointed(copy.deepcopy(plain.blocks), use_reentrant=reentrant)
@@ -262,7 +262,7 @@ def test_a_nets_checkpoints_change_no_number(cores: int, reentrant: bool) -> Non
     ],
     ids=str,
 )
-def test_checkpoints_of_a_net_with_other_options(cores: int, options: dict) -> None:
+def test_activation_checkpointing_works_with_other_options(cores: int, options: dict) -> None:
     torch.manual_seed(0)
     plain = Checkpointed(dropping())
     again = Checkpointed(copy.deepcopy(plain.blocks), use_reentrant=False)
@@ -274,7 +274,7 @@ def test_checkpoints_of_a_net_with_other_options(cores: int, options: dict) -> N
 
 @pytest.mark.slow
 @pytest.mark.cores(8)
-def test_checkpoints_of_a_net_whose_weights_are_split(cores: int) -> None:
+def test_activation_checkpointing_works_with_split_weights(cores: int) -> None:
     net = Checkpointed(dropping(), use_reentrant=False)
     whole, split = (trained(net, cores, None, optimizer="sgd", shard=shard) for shard in (None, "fsdp"))
     for name, tensor in whole[1].items():
@@ -284,7 +284,7 @@ def test_checkpoints_of_a_net_whose_weights_are_split(cores: int) -> None:
 @pytest.mark.cores(1)
 @pytest.mark.parametrize("after", [[nn.Tanh()], []], ids=["inside", "last"])
 @pytest.mark.parametrize("affine", [True, False])
-def test_checkpoints_treat_batch_norms_as_pytorch_does(cores: int, after: list[nn.Module], affine: bool) -> None:
+def test_checkpointed_batch_norms_are_as_in_pytorch(cores: int, after: list[nn.Module], affine: bool) -> None:
     torch.manual_seed(0)
     # Without a bias before the norm, whose gradient is zero except for rounding.
     block = nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16, affine=affine), *after)
@@ -327,7 +327,7 @@ def test_a_checkpoint_of_data_alone_trains_nothing_as_in_pytorch(cores: int) -> 
 
 
 @pytest.mark.cores(1)
-def test_a_checkpoint_with_a_selective_context(cores: int) -> None:
+def test_selective_activation_checkpointing_equals_plain_training(cores: int) -> None:
     context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
     net = Checkpointed(dropping(), use_reentrant=False, context_fn=context)
     plain = Checkpointed(copy.deepcopy(net.blocks))
@@ -338,7 +338,7 @@ def test_a_checkpoint_with_a_selective_context(cores: int) -> None:
 
 
 @pytest.mark.cores(1)
-def test_eagerly_it_changes_nothing(net: Net, cores: int) -> None:
+def test_remat_changes_nothing_in_eager_steps(net: Net, cores: int) -> None:
     assert_same_training(net, cores, True, atol=0, run_eagerly=True)
 
 

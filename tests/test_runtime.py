@@ -79,7 +79,7 @@ def test_moving_in_place_keeps_objects_and_attributes(place):
     assert parameter.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] and view.tolist() == parameter.tolist()
 
 
-def test_overwriting(place):
+def test_copy_into_overwrites_a_device_tensor(place):
     (target,) = runtime.to_device([torch.zeros(3)], place)
     runtime.copy_into([target], [torch.ones(3)], place)
     assert runtime.to_host([target], "test")[0].tolist() == [1.0, 1.0, 1.0]
@@ -113,7 +113,7 @@ def test_attention_has_no_64_bit_numbers(place, options):
     assert "f32[8,2,3,4]" in program and "f64" not in program
 
 
-def test_roles(place):
+def test_reports_know_all_roles(place):
     assert set(report.ROLES) == {"train", "eval", "predict", "init", "transfer", "metric"}
 
 

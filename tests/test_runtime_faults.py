@@ -84,7 +84,7 @@ def test_each_text_has_a_sentence_above_it(text, kind, sentence):
     assert re.search(sentence, first), first
 
 
-def test_a_full_memory_says_what_is_in_it_and_what_to_try():
+def test_an_out_of_memory_error_says_what_uses_memory_and_what_to_try():
     said = str(translate(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), LOAD))
     assert "weights 2 GiB, optimizer 4 GiB, gradients 2 GiB, batch 256 MiB; the rest are activations" in said
     assert "a smaller batch_size (32) with compile(accumulate_steps=2)" in said
@@ -122,7 +122,7 @@ def fresh(monkeypatch):
         ("open(/dev/vfio/0): Device or resource busy", "tpufit kills no process"),
     ],
 )
-def test_a_core_in_use_names_its_holders(fresh, monkeypatch, text, sentence):
+def test_a_busy_device_error_names_the_processes_that_hold_it(fresh, monkeypatch, text, sentence):
     monkeypatch.setattr(hardware, "find_tpu_processes", lambda: {17: "python old_run.py"})
     fake_torch_xla.install(monkeypatch, fails=text)
     with pytest.raises(DeviceBusyError, match=sentence) as error:

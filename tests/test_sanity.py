@@ -110,7 +110,7 @@ def test_a_fault_of_the_validation_costs_no_training(cores, capsys):
         ({"sanity_steps": 2, "validation_data": iter([(X, Y)])}, "a list_iterator that can be read only once"),
     ],
 )
-def test_mistakes(arguments, says):
+def test_wrong_sanity_steps_are_errors(arguments, says):
     model = tpufit.Model(nn.Linear(4, 3))
     model.compile("sgd", "cross_entropy")
     with pytest.raises(ArgumentError, match=says):

@@ -65,7 +65,7 @@ def plain(epochs, accumulate):
 
 
 @pytest.mark.parametrize(("steps", "accumulate"), [(1, 1), (5, 1), (1, 2), (5, 2)])
-def test_it_equals_a_plain_loop_and_resumes_bit_for_bit(cores, tmp_path, steps, accumulate):
+def test_schedule_free_equals_a_plain_loop_and_resumes_bit_for_bit(cores, tmp_path, steps, accumulate):
     pytest.importorskip("schedulefree")
     how = {"batch_size": 16 // cores, "shuffle": False, "validation_data": (X, Y), "verbose": 0, "cores": cores}
     net, optimizer, losses = plain(4, accumulate)

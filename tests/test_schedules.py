@@ -282,7 +282,7 @@ def test_wrong_arguments(make, message):
 
 
 @pytest.mark.parametrize("kind", [lr_scheduler.OneCycleLR, lr_scheduler.CosineAnnealingLR], ids=["one", "cosine"])
-def test_an_existing_scheduler(cores, kind):
+def test_an_existing_schedulers_rates_equal_pytorchs(cores, kind):
     def made(optimizer):
         return (
             kind(optimizer, 0.2, 31, cycle_momentum=False) if kind is lr_scheduler.OneCycleLR else kind(optimizer, 30)

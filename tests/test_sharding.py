@@ -110,7 +110,7 @@ TELLING_OPTIONS = ("global_clip_norm", "accumulation", "averages", "joined steps
     "name", [name if name in TELLING_OPTIONS else pytest.param(name, marks=pytest.mark.soak) for name in OPTIONS]
 )
 @pytest.mark.usefixtures("compiles_anew")
-def test_with_each_option_too(cores, name):
+def test_split_weights_train_alike_with_each_option(cores, name):
     whole, split = (fitted(cores, shard, SGD, **OPTIONS[name]) for shard in (None, "fsdp"))
     assert_same_training(whole, split)
     for own in engine_of(split[1]).state.optimizers.values():
@@ -122,7 +122,7 @@ def test_with_each_option_too(cores, name):
 @pytest.mark.cores(8)
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
 @pytest.mark.usefixtures("compiles_anew")
-def test_in_bfloat16(cores, precision):
+def test_split_weights_train_alike_in_bfloat16(cores, precision):
     whole, split = (fitted(cores, shard, SGD, precision=precision) for shard in (None, "fsdp"))
     assert_same_training(whole, split, rtol=1e-2)
     if precision == "bf16-true":
@@ -254,7 +254,7 @@ TELLING = ("encoder-decoder", "WGAN with gradient penalty")
 @pytest.mark.parametrize(
     "name", [name if name in TELLING else pytest.param(name, marks=pytest.mark.soak) for name in ARCHITECTURES]
 )
-def test_typical_nets(cores, name, monkeypatch):
+def test_typical_nets_train_alike_with_split_weights(cores, name, monkeypatch):
     monkeypatch.setattr(sharding, "_SMALL", 0)
     one, logs, weights = ARCHITECTURES[name], [], []
     for shard in (None, "fsdp"):
@@ -295,7 +295,7 @@ def test_dimensions_that_the_cores_do_not_divide(cores):
 
 
 @pytest.mark.cores(8)
-def test_the_other_methods(cores, tmp_path):
+def test_other_methods_than_fit_are_equal_with_split_weights(cores, tmp_path):
     found = []
     for shard in (None, "fsdp"):
         torch.manual_seed(0)

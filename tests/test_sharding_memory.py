@@ -35,7 +35,7 @@ def compiled(device, blocks=6, **options):
 """
 
 
-def test_eight_virtual_cores_hold_an_eighth_each(run_python):
+def test_each_of_eight_virtual_cores_holds_an_eighth_of_the_state(run_python):
     code = """
     model, found = compiled("cpu", blocks=2, shard="fsdp", remat=True)
     x = torch.randn(64, 512)

@@ -60,7 +60,7 @@ def test_without_accumulation_each_batch_is_a_step():
     assert state.optimizer_steps == 7 and state.count_batches_until(5) == 5
 
 
-def test_three_batches_or_the_last_ones_are_a_step():
+def test_a_step_follows_three_batches_or_the_epochs_last_batches():
     state = TrainState(Owner(), config(accumulate_steps=3))
     assert plans(state, 4) == [(False, False), (False, False), (True, False), (False, False)]
     assert state.numbers == TrainNumbers()  # a plan changes nothing

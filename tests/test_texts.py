@@ -326,7 +326,7 @@ class OwnNet(nn.Module):
 
 
 @pytest.mark.cores(1)
-def test_a_token_beyond_the_embeddings_is_refused_as_it_is_read(cores, tmp_path, monkeypatch):
+def test_a_token_beyond_the_embeddings_is_refused_when_it_is_read(cores, tmp_path, monkeypatch):
     monkeypatch.setattr("tpufit.data.texts._PIECES", 1)
     monkeypatch.setattr("tpufit.data.texts._PIECE", 80)
     tokens = np.arange(160, dtype="uint16") % 20

@@ -85,7 +85,7 @@ def test_without_a_tpu_steps_on_the_host_work(run_python):
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_backward_pass_on_the_host_goes_before_the_first_fit(run_python, early):
+def test_a_backward_pass_on_the_host_needs_tpufit_imported_first(run_python, early):
     # `import torch` itself loads torch_tpu, which doesn't name its device without a TPU on the bus.
     order = ["import tpufit", "torch.nn.Linear(3, 1)(torch.ones(2, 3)).sum().backward()"]
     code = f"""

@@ -344,7 +344,7 @@ for call in (lambda: trained(model), lambda: trained(split)):
     assert second.startswith("user code has changed a tensor of shape (8, 3) in place, outside of a step.")
 
 
-def test_auto_is_one_core_without_a_tpu_and_other_numbers_are_refused(run_python):
+def test_auto_is_one_core_without_a_tpu_and_more_cores_are_refused(run_python):
     code = """
 from tpufit.runtime import get_settled_cores
 

@@ -141,7 +141,7 @@ def test_an_error_of_one_process_ends_all_of_torchrun(tmp_path, torchrun):
 @pytest.mark.soak
 @pytest.mark.runtime("torch_tpu")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_to_torchrun_ends_all_and_a_restart_goes_on(tmp_path, torchrun, name):
+def test_a_signal_to_torchrun_ends_all_and_a_restart_resumes(tmp_path, torchrun, name):
     code = AT_STEP.replace("DO", "open('here', 'w').close(); time.sleep(1)")
     code = to_files(code + "model = made()\ntrained(model, 4, also=[At()], resume=True)")
     with torchrun(code) as process:

@@ -41,7 +41,7 @@ def test_a_range_that_is_no_box_is_sliced_after_merging():
     assert slice_before_merging(text) == text
 
 
-def test_a_name_of_an_earlier_region_is_another_tensor():
+def test_equal_names_in_two_regions_are_different_tensors():
     text = """
       %0 = stablehlo.reshape %a : (tensor<4x8xf32>) -> tensor<32xf32>
     }

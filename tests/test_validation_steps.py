@@ -153,7 +153,7 @@ def test_data_from_a_thread_wait_during_validation(cores):
     assert history.history["loss"] == fit(compiled(), cores, epochs=1, shuffle=False)["loss"]
 
 
-def test_an_error_in_it_ends_training(cores):
+def test_an_error_in_a_validation_inside_an_epoch_ends_training(cores):
     class Fail(Record):
         def on_test_batch_end(self, batch, logs=None):
             raise ValueError("here")
@@ -177,7 +177,7 @@ def test_an_error_in_it_ends_training(cores):
         ({"validation_step_freq": 2, "validation_data": None}, "needs validation_data or validation_split"),
     ],
 )
-def test_mistakes(cores, arguments, message):
+def test_wrong_validation_arguments_are_errors(cores, arguments, message):
     with pytest.raises(ArgumentError, match=message):
         fit(compiled(), cores, **arguments)
 

@@ -207,7 +207,7 @@ def imitated(x, weights, precision, setting):
     return rounded(x, passes) @ rounded(weights, passes)
 
 
-def test_a_tpus_precisions_pass(monkeypatch, tmp_path):
+def test_the_check_of_precisions_passes_with_a_tpus_results(monkeypatch, tmp_path):
     monkeypatch.setattr(numerics, "multiply_on_device", imitated)
     assert wrong(numerics.check_precisions(Setting(None, tmp_path, tmp_path))) == []
 
@@ -393,7 +393,7 @@ def test_the_report_names_nobody():
     assert len(anonymize("x y " * 10_000)) < 1600
 
 
-def test_a_report_is_json_also_of_figures_that_are_not_numbers(tmp_path):
+def test_a_report_with_nan_and_infinity_is_valid_json(tmp_path):
     figures = (Figure("a", float("nan"), at_most=1), Figure("b", float("inf"), at_most=1), Figure("c", 0.0, at_most=0))
     report = Verification([Result("check", FAILED, 1.0, figures)], Device("TPU", 8))
     report.save(tmp_path / "new" / "report.json")
@@ -442,7 +442,7 @@ def test_the_checks_pass_on_a_pod(tmp_path):
 
 
 @pytest.mark.cores(1)
-def test_a_process_that_holds_a_tpu_is_told_so(cores, monkeypatch, tmp_path):
+def test_verify_is_refused_in_a_process_that_uses_the_device(cores, monkeypatch, tmp_path):
     from dataclasses import replace
 
     from tpufit.runtime import devices

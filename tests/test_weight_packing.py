@@ -59,7 +59,7 @@ def check_equal(one, other):
     ],
     ids=str,
 )
-def test_the_same_training(cores, monkeypatch, options):
+def test_training_is_the_same_with_packed_weights(cores, monkeypatch, options):
     plain, losses = trained(cores, **options)
     monkeypatch.setattr(placement, "PACKED_ON", {"TPU", "CPU"})
     packed, others = trained(cores, **options)

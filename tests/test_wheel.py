@@ -95,7 +95,7 @@ def elsewhere(text):
     return [target for target in targets if not target.startswith(("https://", "#"))]
 
 
-def test_its_description_needs_no_other_file(wheel):
+def test_the_wheels_description_needs_no_other_file(wheel):
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         about = email.message_from_bytes(archive.read(name))
@@ -105,7 +105,7 @@ def test_its_description_needs_no_other_file(wheel):
     assert elsewhere(text) == [] and "<picture>" not in text and "make demo" not in text
 
 
-def test_its_description_links_to_the_repository():
+def test_the_wheels_description_links_to_the_repository():
     readme = (ROOT / "README.md").read_text()
     text = runpy.run_path(str(ROOT / "setup.py"))["description"](readme, "https://example.org/tpufit", "1.2.3")
     assert elsewhere(readme) and elsewhere(text) == []

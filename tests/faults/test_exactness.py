@@ -179,7 +179,7 @@ def test_every_part_of_a_checkpoint_is_needed(run_python, cores):
 
 
 @pytest.mark.soak
-def test_on_four_cores_instead_of_eight(run_python):
+def test_a_training_of_eight_cores_resumes_on_four(run_python):
     saved = run_python("from training import *; run(8, 'run', every=6)", env=children.ENV)
     assert saved.returncode == 0, saved.stderr
     ended = run_python(

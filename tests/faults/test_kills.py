@@ -124,7 +124,7 @@ def test_after_each_write_of_a_checkpoint(run_python):
 
 
 @pytest.mark.soak
-def test_at_random_moments(tmp_path):
+def test_training_survives_kills_at_random_moments(tmp_path):
     command = [sys.executable, children.FAULTS / "kill_at_random.py", "5", "--cores", "8", "--folder", tmp_path]
     ended = processes.run(command, timeout=1200)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -78,7 +78,7 @@ def test_training_ends_soon_and_names_the_step(cores, capsys, tmp_path, options)
         assert [row["loss"] for row in csv.DictReader(file)] == ["nan"]
 
 
-def test_without_a_callback_it_is_known_after_the_epoch(cores):
+def test_without_a_callback_nan_is_known_after_the_epoch(cores):
     model = compiled()
     history = fit(model, with_nan(), cores, epochs=2)
     assert (
@@ -93,7 +93,7 @@ def test_without_a_callback_it_is_known_after_the_epoch(cores):
     assert not all(value.isfinite().all() for value in weights.values())
 
 
-def test_it_may_be_an_error(cores):
+def test_terminate_on_nan_may_raise_an_error(cores):
     model = compiled()
     with pytest.raises(CallbackError, match=f"step {BAD} returned a loss that is not finite") as error:
         fit(model, with_nan(value=float("inf")), cores, TerminateOnNaN(raise_error=True))
