@@ -348,7 +348,7 @@ class Comparison:
             "fits",
             "memory per core",
             "ms per step*",
-            "rows per second*",
+            "rows/s*",
             "$ per million rows*",
             "bound by",
         )
