@@ -7,9 +7,9 @@ The installed runtime's libtpu compiles; only TorchTPU's knows v7x.
 
 GPT-2 small and GPT-2 XL have 50,257 words and no dropout. Llama is transformers' unchanged LlamaForCausalLM, with the
 sizes of Llama 3.2 1B. The weights of GPT-2 XL and Llama are split over the cores. tpufit estimates the time of flash
-attention, see `TPU.estimate_cycles`; all other figures are the compiler's. Compiling 16 or 48 blocks takes more memory than a
-common machine has, so deep networks are compiled with 2 and with 4 blocks, and each figure is extrapolated linearly.
-Each row is written to results/limits.json as soon as it is known.
+attention, see `TPU.estimate_cycles`; all other figures are the compiler's. Compiling 16 or 48 blocks takes more memory
+than a common machine has, so deep networks are compiled with 2 and with 4 blocks, and each figure is extrapolated
+linearly. Each row is written to results/limits.json as soon as it is known.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A Llama of 1.2 billion weights with LoRA on one core of a v5e, by the length of its texts.
 
 The net is transformers' Llama 3.2 1B, in bfloat16, on the meta device, with peft's adapters of rank 16 on all
-projections of a block. AdamW, bf16, one row per core; the longest texts also with `remat`. Compiling all 16 blocks takes
-more than 22 GB of the host's memory, so networks of 2 and of 4 blocks are compiled, and the figures of 16 equal blocks
-are extrapolated.
+projections of a block. AdamW, bf16, one row per core; the longest texts also with `remat`. Compiling all 16 blocks
+takes more than 22 GB of the host's memory, so networks of 2 and of 4 blocks are compiled, and the figures of 16 equal
+blocks are extrapolated.
 
     nice python tests/benchmarks/lora.py          # prints a line for each compilation, one to three minutes each
 
