@@ -32,7 +32,7 @@ import tpufit
 
 RESULTS = Path(__file__).with_name("results") / "limits.json"
 FEW = (2, 4)  # the numbers of blocks that are compiled, for the extrapolation
-USABLE = {"v5e-8": 15.75, "v6e-8": 31.25, "v7x-8": 94.75}  # the GiB of a core that a program may use
+USABLE = {"v5e-8": 15.75, "v6e-8": 31.25, "v7x-8": 94.74}  # the GiB of a core that a program may use
 _LLAMA = {
     "vocab_size": 128256, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
     "intermediate_size": 8192, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,

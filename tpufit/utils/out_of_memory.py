@@ -10,6 +10,7 @@ from .text import format_bytes
 
 _PATTERNS = (
     re.compile(r"Used (?P<needed>[\d.]+[KMGT]?) of (?P<available>[\d.]+[KMGT]?) hbm"),
+    re.compile(r"HLO temporaries \((?P<needed>[\d.]+[KMGT]?)\) exceeds available HBM \((?P<available>[\d.]+[KMGT]?)\)"),
     re.compile(r"Allocation \(size=(?P<needed>\d+)\) would exceed memory \(size=(?P<available>\d+)\)"),
     re.compile(r"allocating (?P<requested>\d+) bytes"),
     re.compile(
@@ -39,6 +40,8 @@ def parse_shortage(message: str) -> Shortage:
     Example:
         >>> parse_shortage("Ran out of memory in memory space hbm. Used 21.95G of 15.48G hbm.")
         Shortage(needed='21.95G', available='15.48G', requested='', free='')
+        >>> parse_shortage("the total memory required for HLO temporaries (145.76G) exceeds available HBM (94.74G).")
+        Shortage(needed='145.76G', available='94.74G', requested='', free='')
         >>> parse_shortage("Out of memory allocating 4096 bytes.")
         Shortage(needed='', available='', requested='4096', free='')
     """
