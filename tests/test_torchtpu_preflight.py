@@ -179,15 +179,16 @@ def test_steps_that_need_a_device_are_refused(run_python, body, said):
 
 
 @pytest.mark.slow
-def test_a_large_embedding_compiles_for_a_v7x(run_python):
+@pytest.mark.parametrize("tpu", ["v5p-8", "v6e-8", "v7x-8"])
+def test_a_large_embedding_compiles_for_chips_with_sparse_cores(run_python, tpu):
     """Without tpufit's flags, libtpu gives the embedding to the SparseCores, and jaxlib can't read the program."""
-    code = """
+    code = f"""
     import torch, tpufit
     from torch import nn
     model = tpufit.Model(nn.Sequential(nn.Embedding(50257, 768), nn.Linear(768, 8)))
     model.compile("sgd", "mse")
     x, y = torch.zeros(64, 1024, dtype=torch.long), torch.zeros(64, 1024, 8)
-    report = model.preflight(x, y, batch_size=8, tpu="v7x-8", verbose=0)
+    report = model.preflight(x, y, batch_size=8, tpu="{tpu}", verbose=0)
     print(report.fits, report.step.cost.cycles > 1e5)
     """
     ended = run_python(code, env={"TPU_LIBRARY_PATH": None})

@@ -95,7 +95,7 @@ class Slice:
 # github.com/skypilot-org/skypilot-catalog, catalogs/v8/gcp/vms.csv at 006059e. Other regions cost up to 43 % more, and
 # a v2 on more than one host costs a third more.
 _V5_FLAGS = "--xla_enable_async_all_gather=true --xla_enable_async_collective_permute=true"
-# jaxlib 0.10.2 can't read a program of which libtpu 0.0.51 has given parts to the SparseCores, as it does on a v7x.
+# jaxlib 0.10.2 can't read a program of which libtpu 0.0.51 has given parts to the chip's SparseCores.
 _WITHOUT_SPARSE_CORES = " ".join(
     f"--xla_tpu_{option}=false"
     for option in (
@@ -119,8 +119,27 @@ _V2 = _tpu("v2", "TPU v2", bandwidth=350e9, clock=0.7e9, links=124e9, price=0.56
 _V3 = _tpu("v3", "TPU v3", bandwidth=450e9, clock=0.94e9, links=166e9, price=1.0)
 _V4 = _tpu("v4", "TPU v4", bandwidth=1200e9, clock=1.05e9, links=269e9, price=3.22, config="megacore_dense", halves=2)
 _V5E = _tpu("v5e", "TPU v5 lite", bandwidth=819e9, clock=1.5e9, links=200e9, price=1.2, flags=_V5_FLAGS)
-_V5P = _tpu("v5p", "TPU v5", bandwidth=2765e9, clock=1.75e9, links=600e9, price=4.2, flags=_V5_FLAGS, halves=2)
-_V6E = _tpu("v6e", "TPU v6 lite", bandwidth=1600e9, clock=1.75e9, links=400e9, price=2.7, side=256)
+_V5P = _tpu(
+    "v5p",
+    "TPU v5",
+    bandwidth=2765e9,
+    clock=1.75e9,
+    links=600e9,
+    price=4.2,
+    flags=_V5_FLAGS,
+    flags_of_torchtpu=_WITHOUT_SPARSE_CORES,
+    halves=2,
+)
+_V6E = _tpu(
+    "v6e",
+    "TPU v6 lite",
+    bandwidth=1600e9,
+    clock=1.75e9,
+    links=400e9,
+    price=2.7,
+    flags_of_torchtpu=_WITHOUT_SPARSE_CORES,
+    side=256,
+)
 _V7X = _tpu(
     "v7x",
     "TPU7x",
