@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import tpufit
 from tpufit.data import stream
 from tpufit.data.batch_joiner import Joiner
+from tpufit.data.to_tensors import as_tensors
 from tpufit.errors import ArgumentError, BatchError, DataError
 
 zeros, arange = torch.zeros, torch.arange
@@ -60,7 +61,7 @@ def form(nest):
     ],
 )
 def test_lists_of_rows_and_columns(batch, joined):
-    assert form(Joiner("x")([batch, batch])) == joined
+    assert form(Joiner("x")([as_tensors(batch)] * 2)) == joined
 
 
 def test_texts_in_arrays_are_joined():
@@ -97,7 +98,7 @@ def test_misaligned_rows_are_refused(first, second):
 )
 def test_batches_of_different_forms_are_refused(first, second, says):
     with pytest.raises(DataError, match=says):
-        Joiner("x")([first, second])
+        Joiner("x")([as_tensors(first), as_tensors(second)])
 
 
 @pytest.mark.parametrize(

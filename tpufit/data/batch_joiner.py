@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from ..errors import BatchError, DataError
 from ..utils.user_code import warn
 from .batches import has_parts, list_tensors, name_parts, require_dense
-from .to_tensors import as_tensors
 
 # The parts of several batches at the same position in the nest, which differ in their rows only.
 Column = Sequence[Any]
@@ -44,14 +43,13 @@ class Joiner:
         self._name = name
         self._checked_first = False
 
-    def __call__(self, batches: Sequence[Any]) -> Any:
-        """Join some batches.
+    def __call__(self, parts: Sequence[Any]) -> Any:
+        """Join some batches, nests of tensors.
 
         Raises:
             DataError: The batches differ in more than their rows.
             BatchError: In a batch x and y have different numbers of rows, which would misalign the joined rows.
         """
-        parts = [as_tensors(batch) for batch in batches]
         joined = _Joined(parts)
         if _are_samples(parts):
             return [sample for part in parts for sample in part]

@@ -114,8 +114,12 @@ def select_rows(tensor: Tensor, rows: slice | np.ndarray[Any, Any]) -> Tensor:
         return tensor[rows]
     # NumPy copies in this thread. PyTorch would split the work among threads and wait for the slowest, which takes a
     # thousand times as long if another process keeps a core busy.
-    bits = tensor.view(_BITS.get(tensor.itemsize, tensor.dtype)).numpy()
-    return torch.from_numpy(bits.take(rows, 0, mode="clip")).view(tensor.dtype)
+    return torch.from_numpy(view_bits(tensor).take(rows, 0, mode="clip")).view(tensor.dtype)
+
+
+def view_bits(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return a host tensor's bits as an array of whole numbers, which shares its memory."""
+    return tensor.view(_BITS.get(tensor.itemsize, tensor.dtype)).numpy()
 
 
 def name_parts(batch: Any) -> dict[str, Any]:

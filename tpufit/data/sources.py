@@ -27,6 +27,7 @@ from .cache import CachedDataset
 from .forms import require_batch
 from .per_host import LocalBatch, PerHost, Share, drop_rows
 from .read_loader import read_loader
+from .reused_memory import group_batches
 from .sampling import permute_rows
 from .texts import RowsOfTokens
 from .to_tensors import as_tensors
@@ -54,6 +55,7 @@ class Source(ABC):
         any_thread: True if passes may be made in different threads.
         in_memory: True if the rows are in memory, so that reading ahead in a thread is useless.
         runs_users_code: True if reading the data runs the user's code, which may draw random numbers.
+        may_overwrite: True if reading a batch may overwrite the memory of earlier batches.
         generators: The user's random generators that the data draw from.
         stride: The offset between two global batches.
         per_host: True if batches differ by host.
@@ -65,6 +67,7 @@ class Source(ABC):
     any_thread: bool = True
     in_memory: bool = False
     runs_users_code: bool = False
+    may_overwrite: bool = False
     generators: Sequence[torch.Generator] = ()
     stride: int
     per_host: bool = False
@@ -306,6 +309,7 @@ class Loader(Source):
         self.batch_size = loader.batch_size
         self.device_transform = _find_device_transform(loader.dataset)
         self.any_thread = _allows_any_thread(loader)
+        self.may_overwrite = not _makes_new_memory(loader)
         self.generators = _collect_generators(loader)
         # Our loader over the user's data set and sampler makes the workers collate whole batches. On one core the
         # user's loader is used, which may have workers already.
@@ -424,6 +428,8 @@ class Iteration(Source):
         self.batch_size = batches.batch_size if isinstance(batches, DataLoader) else None
         self.device_transform = _find_device_transform(getattr(batches, "dataset", batches))
         self.any_thread = _allows_any_thread(batches)
+        self._reuses_memory = not _makes_new_memory(batches)
+        self.may_overwrite = self._reuses_memory and self.stride == 1  # joining copies
         self.generators = _collect_generators(batches) if isinstance(batches, DataLoader) else ()
         self._stateful: Any = batches if _is_stateful(batches) else None
         self._at_start = False  # True if the data's `load_state_dict` has moved them to the next pass's start
@@ -463,13 +469,17 @@ class Iteration(Source):
         skipped()
         self._at_start = False
         offset = start
-        while group := list(islice(batches, self.stride)):
+        for group in group_batches(map(self._examine, batches), lambda: self.stride, self._reuses_memory):
             offset += len(group)
-            if not self._checked_first:
-                self._checked_first = True
-                require_batch(group[0], self.iterable, self._name)
             batch = group[0] if len(group) == 1 else self._join(group)
             yield offset, batch if self._share is None else self._read_local(batch, self._share)
+
+    def _examine(self, batch: Any) -> Any:
+        """Check the first batch, and convert batches that are to be joined."""
+        if not self._checked_first:
+            self._checked_first = True
+            require_batch(batch, self.iterable, self._name)
+        return batch if self.stride == 1 else as_tensors(batch)
 
     def _read_local(self, batch: Any, share: Share) -> LocalBatch:
         if not self.per_host:
@@ -600,6 +610,13 @@ def _collect_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
 def _allows_any_thread(batches: Any) -> bool:
     """False for workers, since only a thread notices that one hangs, and for an iterator, which is a single pass."""
     return not getattr(batches, "num_workers", 0) and not isinstance(batches, Iterator)
+
+
+def _makes_new_memory(batches: Any) -> bool:
+    """True if reading a batch is known not to overwrite the memory of earlier batches."""
+    if type(batches) is not DataLoader:
+        return isinstance(batches, (list, tuple))
+    return batches.num_workers > 0 or batches.collate_fn is default_collate
 
 
 class Compose:

@@ -240,6 +240,11 @@ class Stream:
         return self._source.per_host
 
     @property
+    def may_overwrite(self) -> bool:
+        """True if reading a batch may overwrite the memory of earlier batches."""
+        return self._source.may_overwrite
+
+    @property
     def foreseen(self) -> bool:
         """True if all batch shapes are known in advance: `sizes` is known, and no user code makes the rows."""
         return self.sizes() is not None and not self.per_host and not self._source.runs_users_code

@@ -111,6 +111,11 @@ class StepRunner:
         """True if its steps run in plain PyTorch."""
         return self._engine.state.placement.eager
 
+    @property
+    def on_host(self) -> bool:
+        """True if its steps run on the host, with the memory of the data."""
+        return self._engine.state.placement.on_host
+
     def send(self, batches: Sequence[Any], labels: Any = None) -> list[DeviceGroup]:
         """Send batches to the device ahead of their steps; `group_size` batches run as one graph."""
         return self._sender(batches, 1 < self.group_size <= len(batches), labels)

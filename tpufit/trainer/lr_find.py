@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ..data import Stream
 from ..data.batches import count_rows
 from ..data.prefetch import Prefetcher
+from ..data.reused_memory import copy_batch
 from ..diagnostics.plots import make_axes
 from ..errors import ArgumentError, require_number, require_whole
 from ..hosts import all_reduce_max
@@ -197,7 +198,7 @@ def _whole_batches(data: Stream) -> Iterator[Any]:
             if previous is not None:
                 yield previous
             size = size or count_rows(tree_leaves(batch))
-            previous = batch
+            previous = copy_batch(batch) if data.may_overwrite else batch
         if previous is not None and count_rows(tree_leaves(previous)) >= size:
             yield previous
 

@@ -34,6 +34,7 @@ from ..data import Stream
 from ..data.inline_reader import BatchReader, InlineReader
 from ..data.prefetch import PrefetchEndedError, Prefetcher
 from ..data.read_loader import raise_worker_deaths_in_reads
+from ..data.reused_memory import copy_batch, group_batches
 from ..data.sampling import select_shard_rows
 from ..diagnostics.report import Pass
 from ..errors import join_few
@@ -94,11 +95,14 @@ class PassLoop:
                 remaining = ceil((data.steps - runner.tally.batches - len(part.forms)) / runner.group_size)
             return step(part, feed.pausing, last, remaining) or ()
 
-        batches = _group(islice(data.epoch(epoch), self.max_batches), lambda: runner.batches_per_hook)
+        batches = islice(data.epoch(epoch), self.max_batches)
+        if look_ahead and runner.on_host and data.may_overwrite:
+            batches = map(copy_batch, batches)  # a step gets the same memory, and the next group is read before it
+        groups_read = group_batches(batches, lambda: runner.batches_per_hook, data.may_overwrite)
         feed: BatchReader[list[DeviceGroup]] = (
-            InlineReader(batches, runner.send, data.pace)
+            InlineReader(groups_read, runner.send, data.pace)
             if inline
-            else Prefetcher(batches, runner.send, max(2, 4 // runner.batches_per_hook))
+            else Prefetcher(groups_read, runner.send, max(2, 4 // runner.batches_per_hook))
         )
         with feed, _ending_by_signal(feed, self.interruption):
             groups: Iterator[list[DeviceGroup]] = feed
@@ -291,18 +295,6 @@ def _ending_by_signal(feed: BatchReader[list[DeviceGroup]], interruption: Interr
             yield
     finally:
         interruption.on_signal = before
-
-
-def _group(batches: Iterable[Any], get_size: Callable[[], int]) -> Iterator[list[Any]]:
-    """Yield groups of `get_size()` batches; the last group has the remaining batches."""
-    group: list[Any] = []
-    for batch in batches:
-        group.append(batch)
-        if len(group) >= get_size():
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 def _mark_last(groups: Iterator[list[DeviceGroup]], look_ahead: bool) -> Iterator[tuple[list[DeviceGroup], bool]]:
