@@ -110,6 +110,7 @@ def test_one_buffer_of_eager_steps(cores, options):
 
 
 @pytest.mark.cores(1)
+@pytest.mark.filterwarnings("ignore:the loss never fell")
 def test_lr_find_reads_one_buffer(cores):
     curves = []
     for data in (Buffers(ROWS), DataLoader(TensorDataset(x, y), batch_size=ROWS)):

@@ -95,7 +95,7 @@ class PassLoop:
                 remaining = ceil((data.steps - runner.tally.batches - len(part.forms)) / runner.group_size)
             return step(part, feed.pausing, last, remaining) or ()
 
-        batches = islice(data.epoch(epoch), self.max_batches)
+        batches: Iterator[Any] = islice(data.epoch(epoch), self.max_batches)
         if look_ahead and runner.on_host and data.may_overwrite:
             batches = map(copy_batch, batches)  # a step gets the same memory, and the next group is read before it
         groups_read = group_batches(batches, lambda: runner.batches_per_hook, data.may_overwrite)
