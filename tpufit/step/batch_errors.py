@@ -30,9 +30,16 @@ _CURES = (
 
 
 def explain_misfit(
-    module: nn.Module, args: Sequence[Any], named: Mapping[str, Any], error: TypeError | AttributeError
+    module: nn.Module,
+    args: Sequence[Any],
+    named: Mapping[str, Any],
+    error: TypeError | AttributeError,
+    has_further: bool = False,
 ) -> str:
-    """Explain why a module's `forward` doesn't accept the arguments made from a batch; empty if it does."""
+    """Explain why a module's `forward` doesn't accept the arguments made from a batch; empty if it does.
+
+    `has_further` is true if the caller passed more arguments than the batch's x.
+    """
     if args and not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, named))):
         return f"x must be tensors or arrays of numbers, but the data gave {describe_value(args[0])}"
     if isinstance(error, AttributeError):
@@ -43,6 +50,11 @@ def explain_misfit(
     except TypeError:
         kind = type(module).__name__
         given = ", ".join(["..."] * len(args) + [f"{name}=..." for name in named])
+        if has_further:
+            return (
+                f"model(x, ...) calls the module as {kind}({given}), but its forward takes {signature}. Arguments "
+                "after x are passed to forward; only training=True or training=False, by keyword, sets the mode instead"
+            )
         form = "a dict" if named else f"a tuple of {len(args)}" if len(args) != 1 else "one tensor"
         return (
             f"x is {form}, so the module is called as {kind}({given}), but its forward takes {signature}. "

@@ -7,24 +7,31 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import BatchError
+from ..errors import ArgumentError, BatchError
 from ..runtime import translate
 from ..utils.user_code import warn
 from .batch_errors import explain_layer_failure, explain_misfit, explain_one_row
 
 
-def call(module: nn.Module, x: Any, compiled: nn.Module | None = None) -> Any:
+def call(
+    module: nn.Module,
+    x: Any,
+    compiled: nn.Module | None = None,
+    further: Sequence[Any] = (),
+    keywords: Mapping[str, Any] | None = None,
+) -> Any:
     """Run a module, or its form `compiled` by `torch.compile`, on a batch's x; see `make_arguments`.
 
     Raises:
+        ArgumentError: x is a dict, and there are further positional arguments.
         BatchError: The module takes other arguments, or one of its layers fails, e.g. on rows of the wrong shape.
     """
-    args, named = make_arguments(module, x)
+    args, named = make_arguments(module, x, further, keywords)
     try:
         run = module if compiled is None else compiled  # not `or`: bool(compiled) fails on PyTorch 2.13
         return run(*args, **named)
     except (TypeError, AttributeError) as error:
-        reason = explain_misfit(module, args, named, error)
+        reason = explain_misfit(module, args, named, error, bool(further or keywords))
         if not reason:
             raise
         raise BatchError(reason) from error
@@ -40,27 +47,50 @@ def call(module: nn.Module, x: Any, compiled: nn.Module | None = None) -> Any:
         raise BatchError(explain_layer_failure(module, x, error)) from error
 
 
-def make_arguments(module: nn.Module, x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def make_arguments(
+    module: nn.Module, x: Any, further: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Turn a batch's x into the positional and the keyword arguments of a module's `forward`.
 
     A tuple or list is passed by position, a dict by keyword. Entries that `forward` doesn't name are left out, with a
     warning if they are tensors other than `"labels"`. If `forward` takes one argument and names no key, it gets the
-    whole dict. A transformers model gets `use_cache=False`, unless x has `use_cache`.
+    whole dict. The `further` positional arguments follow, and the `keywords`, which replace a dict's entries of the
+    same name. A transformers model gets `use_cache=False`, unless `use_cache` is given.
+
+    Raises:
+        ArgumentError: x is passed by keyword, and there are further positional arguments.
 
     Example:
         >>> make_arguments(nn.Identity(), {"input": 1, "id": "a"}), make_arguments(nn.Identity(), {"a": 1, "b": 2})
         (((), {'input': 1}), (({'a': 1, 'b': 2},), {}))
+        >>> make_arguments(nn.Bilinear(1, 1, 1), 1, [2])
+        ((1, 2), {})
     """
-    args, named = _of_batch(module, x)
-    return args, {**named, "use_cache": False} if "use_cache" not in named and _keeps_cache(module) else named
+    keywords = keywords or {}
+    args, by_name = _of_batch(module, x, len(further), keywords)
+    if further and by_name:
+        raise ArgumentError(
+            f"x is a dict, which {type(module).__name__} gets by keyword: pass the further arguments by keyword, too, "
+            "as in model(x, scale=0.5)"
+        )
+    named = {**by_name, **keywords}
+    if "use_cache" not in named and _keeps_cache(module):
+        named["use_cache"] = False
+    return (*args, *further), named
 
 
-def _of_batch(module: nn.Module, x: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _of_batch(
+    module: nn.Module, x: Any, further: int, keywords: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if not isinstance(x, dict):
         return (x if isinstance(x, (tuple, list)) else (x,)), {}
     parameters = inspect.signature(module.forward).parameters.values()
     slots = {p.name: p.default is p.empty for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    for name in [*list(slots)[1 : 1 + further], *keywords]:  # the caller fills these
+        slots.pop(name, None)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if keywords:
+        x = {name: value for name, value in x.items() if name not in keywords}
     named = {name: value for name, value in x.items() if name in slots}
     others = {name: value for name, value in x.items() if name not in slots and _has_tensors(value)}
     if not named and (sum(slots.values()) == 1 or (len(slots) == 1 and not takes_any)):

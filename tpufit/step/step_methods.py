@@ -9,10 +9,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import losses
 from ..backend import Sharding, turns
@@ -78,38 +79,51 @@ class StepMethods(Holder):
                 "another name"
             )
 
-    def __call__(self, x: Any, training: bool | None = None) -> Any:
+    def __call__(self, x: Any = None, *args: Any, training: bool | None = None, **kwargs: Any) -> Any:
         """Call the module on a batch. A batch on the host gives outputs on the host.
 
         Args:
             x: A tensor or array; a tuple or list of them, passed by position; or a dict, passed by keyword without the
                 keys that `forward` doesn't name. If `forward` names none of the keys and takes one argument, it gets
-                the whole dict.
+                the whole dict. Without x, the keywords are passed like a dict: `model(**batch)`.
+            *args: Further positional arguments of `forward`, after x. Numbers, flags and lists stay as they are.
             training: True computes as in training, e.g. with dropout, False as in an evaluation (default: in the
-                modes of the module's layers, which a step sets).
+                modes of the module's layers, which a step sets). It is passed on if `forward` has a `training`.
+            **kwargs: Further keyword arguments of `forward`. They replace a dict's entries of the same name.
 
         Returns:
             The module's output. For host data after `fit` this waits for the device, and no gradient flows.
 
         Raises:
+            ArgumentError: x is passed by keyword, and there are further positional arguments.
             BatchError: The module takes other arguments, or one of its layers fails, e.g. on rows of the wrong shape.
 
         Example:
             >>> import tpufit
             >>> tpufit.Model(torch.nn.Flatten())(torch.zeros(4, 2, 3)).shape
             torch.Size([4, 6])
+            >>> class Scaled(torch.nn.Module):
+            ...     def forward(self, x, scale=1.0):
+            ...         return x * scale
+            >>> model = tpufit.Model(Scaled())
+            >>> model(torch.ones(2), 0.5), model(torch.ones(2), scale=3.0, training=False)
+            (tensor([0.5000, 0.5000]), tensor([3., 3.]))
+
+        Source: `keras.Model.__call__`.
         """
+        if x is None and kwargs and not args:
+            x, kwargs = kwargs, {}
         engine = self._engine
         placement = engine.state.placement
         name = engine.config.precision
         if torch.is_inference_mode_enabled() and not placement.eager:  # torch_xla can't make tensors in inference mode
             with torch.inference_mode(False), torch.no_grad():
-                return self(x, training)
+                return StepMethods.__call__(self, x, *args, training=training, **kwargs)
         with turns.taking_turn("model(x)"):
             # Between replays the module's tensors are empty; in a trace they have the trace's values.
             if not tracing():
                 engine.state.write_back()
-            leaves, spec = tree_flatten(as_tensors(x))
+            leaves, spec = tree_flatten((as_tensors(x), *tree_map(_array_to_tensor, (args, kwargs))))
             at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
             from_host = any(leaves[i].device.type == "cpu" for i in at) and placement.device.type != "cpu"
             if from_host:
@@ -121,13 +135,15 @@ class StepMethods(Holder):
                     seed(0)
                 given = dict(zip(at, tensors, strict=True))
                 parts = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
-                x = precision.cast_inputs(name, tree_unflatten(parts, spec))
+                x, further, keywords = precision.cast_inputs(name, tree_unflatten(parts, spec))
+                if training is not None and "training" in inspect.signature(self.module.forward).parameters:
+                    keywords["training"] = training
                 modes = nullcontext() if training is None else engine.calling(training)
                 alone = not placement.eager and not tracing()
                 once = recomputing({}, None) if alone else nullcontext()
                 encoder = replace_encoder() if alone else nullcontext()
                 with modes, once, encoder, precision.autocast(name, placement.device):
-                    return call(self.module, x, engine.compiled_module)
+                    return call(self.module, x, engine.compiled_module, further, keywords)
 
             tensors = [leaves[i] for i in at]
             if not from_host or tracing():
@@ -392,6 +408,11 @@ def _loss(model: StepMethods, *batch: Any, training: bool) -> Tensor:
     """Compute the loss of `(x, y, y_pred, sample_weight)`. As in Keras, an override may leave out `training`."""
     takes = uses_default(model, "compute_loss") or "training" in inspect.signature(model.compute_loss).parameters
     return model.compute_loss(*batch, **({"training": training} if takes else {}))
+
+
+def _array_to_tensor(leaf: Any) -> Any:
+    """Convert an array or a tensor like one in a batch; leave a number, which Python may read, unchanged."""
+    return as_tensors(leaf) if isinstance(leaf, (np.ndarray, Tensor)) else leaf
 
 
 def _note_weight(engine: Engine, mean: losses.Mean) -> Tensor:
