@@ -141,7 +141,8 @@ class Averages:
 class LossWatch(TorchFunctionMode):
     """A context for the user's Python, in which PyTorch's losses note their denominators.
 
-    Sums are noted only with `sums`, because the user's Python may divide them by anything.
+    Sums are noted only with `sums`, because the user's Python may divide them by anything. Inside a transform of
+    `torch.func` nothing is noted: its tensors exist only there.
     """
 
     def __init__(self, averages: Averages, sums: bool = False) -> None:
@@ -152,6 +153,8 @@ class LossWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if torch._C._are_functorch_transforms_active():
+            return result
         if func in _LOSSES and isinstance(result, Tensor) and result.dim() == 0:
             weight = _weight_of_call(func, inspect.signature(func).bind(*args, **kwargs).arguments)
             if weight is not None and (self._sums or not isinstance(weight, str)):

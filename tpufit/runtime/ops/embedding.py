@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from ...errors import ArgumentError
 from ...utils.replacing_attributes import replacing_attributes
 from ..driver import on_device
+from .native import transforming
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def replace_embedding() -> Iterator[None]:
     ) -> Tensor:
         if sparse and on_device(weight):
             raise _sparse_error("embedding")
-        rare = max_norm is not None or scale_grad_by_freq or sparse
+        rare = max_norm is not None or scale_grad_by_freq or sparse or transforming()
         if rare or input.dtype not in (torch.int64, torch.int32) or weight.dim() != 2 or not 0 < len(weight) < 2**31:
             return native(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         if padding_idx is not None and not -len(weight) <= padding_idx < len(weight):

@@ -18,7 +18,7 @@ from .dtypes import check
 from .embedding import replace_embedding
 from .encoder import replace_encoder
 from .multihead import replace_multihead
-from .native import with_fallback
+from .native import transforming, with_fallback
 from .norms import batch_norm, batch_norm_in_autocast, group_norm, instance_norm, layer_norm, weight_norm
 from .products import linear, matmul
 from .rrelu import rrelu, rrelu_in_place
@@ -57,8 +57,9 @@ def replace_kernels(backend: str | None = None) -> Iterator[None]:
 
     Results, gradients, running statistics, dtypes and errors equal PyTorch's, up to rounding. The kernels are
     registered with the dispatcher, so modules, functions, scripted code and recomputations in autograd's threads use
-    them; a `TorchFunctionMode` or a patched `torch.nn.functional` wouldn't reach all of these. The backend is the
-    dispatch key of the tensors, by default the device's key; tests pass `"CPU"`.
+    them; a `TorchFunctionMode` or a patched `torch.nn.functional` wouldn't reach all of these. Transforms of
+    `torch.func`, such as `vmap` and `grad`, keep PyTorch's kernels. The backend is the dispatch key of the tensors, by
+    default the device's key; tests pass `"CPU"`.
 
     Example:
         >>> import torch
@@ -97,7 +98,7 @@ def _native(*args: Any, **kwargs: Any) -> None: ...
 
 def _in_steps(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not trace_context().uses_kernels:
+        if not trace_context().uses_kernels or transforming():
             return None
         check(name, args)
         return own(*args, **kwargs)

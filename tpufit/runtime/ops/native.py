@@ -16,6 +16,11 @@ def operation(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
+def transforming() -> bool:
+    """True inside a transform of `torch.func`, such as `vmap` or `grad`, which can't run our autograd functions."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def with_fallback(name: str, replacement: Callable[..., Tensor | list[Tensor] | None]) -> Callable[..., Any]:
     """Return a kernel that calls `replacement`, and PyTorch's operation if it returns None."""
     native = operation(name)

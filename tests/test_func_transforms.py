@@ -1,0 +1,80 @@
+"""Transforms of `torch.func` in a step: their results equal a plain loop's."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, hessian, vmap
+from torch.nn import functional as F
+
+import tpufit
+
+X = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(32) % 3
+
+
+def clip_gradients_of_rows(net, x, y):
+    """As in differentially private training: set the mean of each row's gradient, clipped."""
+    weights = {name: weight.detach() for name, weight in net.named_parameters()}
+
+    def loss_of_row(weights, x, y):
+        return F.cross_entropy(functional_call(net, weights, (x[None],)), y[None])
+
+    gradients = vmap(grad(loss_of_row), (None, 0, 0))(weights, x, y)
+    norms = sum(gradient.flatten(1).pow(2).sum(1) for gradient in gradients.values()).sqrt()
+    for name, weight in net.named_parameters():
+        weight.grad = torch.einsum("n,n...->...", (0.5 / norms).clamp(max=1), gradients[name]) / len(x)
+    return norms.mean()
+
+
+def differentiate_twice(net, x, y):
+    """As in a physics-informed net: a loss of second derivatives by the inputs."""
+    curvatures = vmap(hessian(lambda row: net(row[None]).sum()))(x)
+    loss = (curvatures.diagonal(dim1=1, dim2=2).sum(1) - y).pow(2).mean()
+    for weight in net.parameters():
+        weight.grad = None
+    loss.backward()
+    return loss.detach()
+
+
+def dense():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+
+def with_embedding():
+    return nn.Sequential(nn.Embedding(3, 4), nn.Flatten(), nn.Linear(4, 3))
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize(
+    ("step", "make", "x"),
+    [
+        (clip_gradients_of_rows, dense, X),
+        (clip_gradients_of_rows, with_embedding, Y[:, None]),
+        (differentiate_twice, dense, X),
+    ],
+    ids=["gradients of rows", "embeddings of rows", "hessian"],
+)
+@pytest.mark.filterwarnings("ignore:the train step is traced again:UserWarning")
+def test_a_transform_in_a_step_equals_a_plain_loop(cores, step, make, x):
+    class Own(tpufit.Model):
+        def train_step(self, batch):
+            result = step(self.module, *batch)
+            self.optimizer.step()
+            return {"result": result}
+
+    torch.manual_seed(0)
+    net = make()
+    plain = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    results = []
+    for i in (0, 16):
+        results.append(step(plain, x[i : i + 16], Y[i : i + 16]))
+        optimizer.step()
+    model = Own(net)
+    model.compile(lambda parameters: torch.optim.SGD(parameters, 0.1), scale_lr=None)
+    history = model.fit(x, Y, 16 // cores, shuffle=False, verbose=0, cores=cores).history
+    assert history["result"] == pytest.approx([sum(results).item() / 2], abs=1e-4)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, plain.state_dict()[name], rtol=0, atol=2e-5)
