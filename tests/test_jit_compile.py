@@ -176,3 +176,32 @@ def test_a_full_gpu_gives_a_clear_error(gpu):
     first, second = str(error).split("\n")
     assert first == "the device has no room: 2.00 GiB more were asked for, 1.10 GiB are free. Take a smaller batch_size"
     assert second == f"PyTorch says: {words}"
+
+
+class WithFunction(nn.Module):
+    def __init__(self, compile):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 2)
+        self.hidden = compile(lambda x: self.first(x).tanh())
+
+    def forward(self, x):
+        return self.second(self.hidden(x))
+
+
+@pytest.mark.cores(1, 8)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_compiled_function_inside_the_module(cores, run_eagerly):
+    x, y = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 2
+    net, plain = WithFunction(partial(torch.compile, backend="eager")), WithFunction(lambda function: function)
+    plain.load_state_dict(net.state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for i in (0, 16):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(plain(x[i : i + 16]), y[i : i + 16]).backward()
+        optimizer.step()
+    model = tpufit.Model(net)
+    model.compile(lambda p: torch.optim.SGD(p, 0.1), "cross_entropy", scale_lr=None, run_eagerly=run_eagerly)
+    model.fit(x, y, 16 // cores, shuffle=False, verbose=0, cores=cores)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, plain.state_dict()[name], rtol=0, atol=1e-6)

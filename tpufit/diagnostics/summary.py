@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -95,6 +96,8 @@ def record_outputs(module: nn.Module, found: dict[str, str]) -> Iterator[None]:
     names = {id(layer): name for name, layer in module.named_modules()}
 
     def note(layer: nn.Module, _: object, output: object) -> None:
+        if torch.compiler.is_dynamo_compiling():  # inside a function by `torch.compile`, on the host
+            return
         name = names.get(id(layer))
         if name is not None:
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -26,7 +26,7 @@ Changes to what Python or PyTorch run:
 | `runtime/forks.py` | the device's copies of tensors | they would wait forever in a process that is forked after the device's start | permanent, only in that process |
 | `utils/garbage_collector.py` | the garbage collector is paused | to list the created tensors, and to read frames of other threads | the end of `pausing` |
 | `optimizers/build.py` | the class of the user's optimizer, to a subclass of the same name | Keras's `optimizer.learning_rate` is a property | permanent: the class is otherwise the same |
-| `utils/is_compiling.py` | the result of `torch.compiler.is_compiling()` | modules then choose code that can be traced | the end of `compiling` |
+| `utils/is_compiling.py` | the result of `torch.compiler.is_compiling()`; `torch.compile`'s stance, if it is imported | modules then choose code that can be traced, and functions made by `torch.compile` run their Python | the end of `compiling` |
 | `utils/defer_import.py` | a finder in `sys.meta_path`; the class of the module that it finds | torch_xla and torch_tpu import half of PyTorch's compiler | the end of `defer_import`; the first use of the module |
 
 Changes to the process, or to its end:
