@@ -29,15 +29,16 @@ class EarlyStopping(MonitorCallback):
         baseline: A value that must be beaten, too, to restart patience (default: none). Until it is beaten,
             improvements don't restart patience, and once patience has run out, training ends at the first epoch without
             an improvement.
-        restore_best_weights: End `fit` with the best epoch's weights, however training ended (default False). The
-            weights are copied to the host at each improvement.
+        restore_best_weights: End `fit` with the best epoch's weights and buffers, however training ended (default
+            False). They are copied to the host at each improvement. A buffer that isn't persistent, and has another
+            shape or dtype than in the best epoch, keeps its value.
         start_from_epoch: The number of epochs at the start to ignore (default 0).
 
     Attributes:
         stopped_epoch: The epoch (from 0) after which this callback ended training; 0 if it didn't.
         best: The best value so far, or None.
         best_epoch: The best value's epoch, from 0.
-        best_weights: The best epoch's weights, with `restore_best_weights`.
+        best_weights: The best epoch's weights and persistent buffers, with `restore_best_weights`.
         wait: Epochs since the last improvement; with a baseline, since the last improvement that beat it.
 
     Raises:
@@ -80,6 +81,7 @@ class EarlyStopping(MonitorCallback):
         self.restore_best_weights = restore_best_weights
         self.stopped_epoch = self.best_epoch = 0
         self.best_weights: dict[str, Tensor] | None = None
+        self._best_buffers: dict[str, Tensor] = {}  # the best epoch's other buffers
 
     @property
     def baseline(self) -> float | None:
@@ -94,6 +96,7 @@ class EarlyStopping(MonitorCallback):
         """Forget the previous training."""
         self.stopped_epoch = self.best_epoch = 0
         self.best_weights = None
+        self._best_buffers = {}
         self._monitor.reset()
         self._set_monitor_op()
 
@@ -108,6 +111,9 @@ class EarlyStopping(MonitorCallback):
             self.best_epoch = epoch
             if self.restore_best_weights:
                 self.best_weights = self.model.state_dict()
+                buffers = self.model.module.named_buffers()
+                others = {name: buffer for name, buffer in buffers if name not in self.best_weights}
+                self._best_buffers = {name: buffer.detach().cpu().clone() for name, buffer in others.items()}
         out = not better and self.wait >= self.patience and epoch > 0
         self.stopped_epoch = epoch if out else 0  # with `min_epochs` training may continue
         if out:
@@ -121,14 +127,22 @@ class EarlyStopping(MonitorCallback):
             if self.verbose:
                 say(f"Restoring the weights of the best epoch: {self.best_epoch + 1}")
             self.model.load_state_dict(self.best_weights)
+            for name, buffer in self.model.module.named_buffers():
+                best = self._best_buffers.get(name)
+                if best is not None and (best.shape, best.dtype) == (buffer.shape, buffer.dtype):
+                    buffer.detach().copy_(best)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and epoch so far, and under `"best_weights"` host tensors by name, or None."""
+        """Return the best value and epoch so far, and the best epoch's host tensors by name.
+
+        Under `"best_weights"` are the weights and persistent buffers, or None; under `"best_buffers"` other buffers.
+        """
         return {
             **self._monitor.state_dict(),
             "best_epoch": self.best_epoch,
             "stopped_epoch": self.stopped_epoch,
             "best_weights": self.best_weights,
+            "best_buffers": self._best_buffers,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -142,3 +156,4 @@ class EarlyStopping(MonitorCallback):
         self.stopped_epoch = state["stopped_epoch"]
         weights = state["best_weights"]
         self.best_weights = None if weights is None else dict(weights)
+        self._best_buffers = dict(state.get("best_buffers", {}))

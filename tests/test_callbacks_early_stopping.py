@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from fake_model import FakeModel
 
 from tpufit.callbacks import EarlyStopping
@@ -111,6 +112,26 @@ def test_the_best_weights_are_restored_after_a_full_training():
     stopping = EarlyStopping(patience=10, restore_best_weights=True)
     assert train(stopping, [0.2, 0.1, 0.3]) == 3
     assert (stopping.stopped_epoch, stopping.model.weight) == (0, 1)
+
+
+def test_buffers_that_arent_persistent_are_restored_too():
+    stopping, resumed = (EarlyStopping(patience=10, restore_best_weights=True) for _ in range(2))
+    model = FakeModel()
+    for name in ("seen", "rows"):
+        model.module.register_buffer(name, torch.tensor(5), persistent=False)
+    stopping.set_model(model)
+    stopping.on_train_begin()
+    stopping.on_epoch_end(0, {"val_loss": 0.1})
+    model.module.seen.fill_(6)
+    model.module.rows = torch.zeros(2)  # of another shape, so it stays
+    stopping.on_epoch_end(1, {"val_loss": 0.2})
+    resumed.set_model(model)
+    resumed.on_train_begin()
+    resumed.load_state_dict(stopping.state_dict())
+    for callback in (stopping, resumed):
+        callback.on_train_end()
+        assert (model.module.seen, model.module.rows.tolist()) == (5, [0, 0])
+        model.module.seen.fill_(7)
 
 
 def test_weights_stay_if_no_epoch_was_compared():

@@ -341,6 +341,33 @@ def test_early_stopping_stops_at_the_same_epoch(cores, tmp_path):
     assert again[2][0] == expected[2][0]
 
 
+class CountsSteps(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 3)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.steps.add_(1)
+        return super().forward(x)
+
+
+def test_early_stopping_restores_a_buffer_of_a_resumed_training(cores, tmp_path):
+    def run(**options):
+        tpufit.set_random_seed(0)
+        model = tpufit.Model(CountsSteps())
+        model.compile("sgd", "cross_entropy", scale_lr=None)
+        callbacks = [
+            EarlyStopping("loss", patience=9, min_delta=10.0, restore_best_weights=True),
+            ModelCheckpoint(tmp_path),
+        ]
+        model.fit(**arrays(cores), epochs=3, callbacks=callbacks, cores=cores, verbose=0, **options)
+        return int(model.module.steps)
+
+    run(max_steps=8)
+    assert run(resume=True) == 4  # those of the first epoch, the best one
+
+
 def test_backup_and_restore_resumes_and_is_deleted(cores, tmp_path):
     expected = uninterrupted(cores, "arrays", "adamw")
     with pytest.raises(SystemExit):
