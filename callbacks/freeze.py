@@ -1,5 +1,7 @@
 """`Freeze`: freezes parameters for some epochs."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -45,6 +47,11 @@ class Freeze(Callback):
         self.until = until
         self.since = since
         self._parameters: list[nn.Parameter] = []
+
+    @property
+    def sets_requires_grad_of(self) -> list[nn.Parameter]:
+        """The parameters whose `requires_grad` this callback sets in each epoch, so that no checkpoint has to."""
+        return self._parameters
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Find the parameters to freeze that aren't frozen yet."""

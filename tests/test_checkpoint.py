@@ -778,6 +778,8 @@ STATES = {
     "settings of a list": lambda s: s.update(settings=[]),
     "objects of text": lambda s: s.update(objects={"module": "x"}),
     "compile of a list": lambda s: s.update(compile=[]),
+    "flags of numbers": lambda s: s.update(changes={"requires_grad": {"weight": 1}, "layers": {}}),
+    "layers of text": lambda s: s.update(changes={"requires_grad": {}, "layers": {"0": "Tanh"}}),
 }
 
 

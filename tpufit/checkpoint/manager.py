@@ -25,6 +25,7 @@ from ..utils.random import RNGState
 from ..utils.user_code import warn
 from .find_checkpoint import checkpoint_callbacks
 from .format import Checkpoint, Score
+from .module_changes import ModuleChanges
 from .objects import UserObjects
 from .state_json import MALFORMED, PROGRESS, Progress, extract_saved_state
 from .store import parse_step
@@ -156,6 +157,8 @@ class CheckpointManager:
         self._runner: StepRunner | None = None
         self._progress: Progress | None = None
         self._objects: UserObjects | None = None
+        self._changes: ModuleChanges | None = None
+        self._unchecked: tuple[int, int] | None = None  # of a resumed `fit`: the checkpoint's step and batches
         engine.log.wanted_saves.clear()  # requests left over from an interrupted `fit`
         train.keeps_draws = bool(checkpoint_callbacks(callbacks))
 
@@ -171,6 +174,7 @@ class CheckpointManager:
         if saves or resumes:
             streams = [self._train] if self._validation is None else [self._train, self._validation]
             self._objects = UserObjects(self._engine, self._callbacks, streams)
+            self._changes = ModuleChanges(self._engine, self._callbacks)
 
     def load_first(self, checkpoint: Checkpoint) -> None:
         """Load the state of callbacks with `loads_before_train_begin`, before they begin and before `resume`."""
@@ -181,6 +185,11 @@ class CheckpointManager:
         if self._open:
             self._progress = progress
             self._runner = runner
+        if self._changes is not None and self._unchecked is not None:
+            step, batches = self._unchecked
+            if progress.batches is None or progress.batches > batches:  # the first step may change layers, too
+                self._unchecked = None
+                self._changes.check(step)
 
     def save_requested(self) -> None:
         """Take the checkpoints that callbacks have requested, at the recorded progress.
@@ -264,6 +273,8 @@ class CheckpointManager:
             CheckpointDamagedError: Its state can't be loaded.
         """
         state = checkpoint.state
+        if self._changes is not None and "changes" in state:
+            self._changes.load_state_dict(state["changes"])  # first: optimizers have state for parameters that learn
         restore(self._engine, checkpoint)  # before the callbacks, which count from the model's steps
         with _translate_load_errors(checkpoint):
             if self._objects is not None:
@@ -277,6 +288,7 @@ class CheckpointManager:
                 names = [name for name in checkpoint.training if name.startswith("metric/")]
                 sums = {name.removeprefix("metric/"): checkpoint.training[name] for name in names}
                 runner.load_sums(state["metrics"], sums, batches)
+        self._unchecked = checkpoint.step, batches
         _warn_of_differences(checkpoint, self._engine)
         RNGState.of(state["draws"]).restore()  # last: everything above may draw random numbers
         return batches
@@ -304,6 +316,8 @@ class CheckpointManager:
             "callbacks": self._callback_states(extra),
             "objects": self._objects.state_dict() if self._objects is not None else {},
         }
+        if self._changes is not None:
+            state["changes"] = self._changes.state_dict()
         if runner is not None:
             state["metrics"], sums = runner.sums()
             extra |= {f"metric/{name}": tensor for name, tensor in sums.items()}

@@ -130,12 +130,17 @@ _PROGRESS: _Form = {
     "epochs": fits_int64,
     "updates": fits_int64,
 }
+_CHANGES: _Form = {
+    "requires_grad": {str: bool},
+    "layers": {str: _or_none(lambda layer: _is_pair(layer) and isinstance(layer[0], str) and fits_int64(layer[1]))},
+}
 _FORM: dict[str, _Form] = {
     "progress": _or_none(dict),
     "data": dict,
     "validation": dict,
     "callbacks": [{"class": str, "state": lambda state: state is not _MISSING}],
     "objects": {str: dict},
+    "changes": lambda changes: changes is _MISSING or _fits(changes, _CHANGES),
     "metrics": _or_none(
         {
             "keys": [_is_pair],

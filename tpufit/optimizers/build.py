@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -231,10 +231,10 @@ class PerParameter:
         self._number = torch.zeros(1, dtype=torch.float32, device=learning[0].device if learning else None)
         self._name = number
 
-    def extend(self) -> None:
-        """Make the tensors of parameters that have begun to learn since the last call."""
+    def extend(self, others: Container[nn.Parameter] = ()) -> None:
+        """Make the tensors of parameters that have begun to learn since the last call, and of `others`."""
         for parameter in list_parameters(self._optimizer):
-            if parameter.requires_grad and parameter not in self._tensors:
+            if (parameter.requires_grad or parameter in others) and parameter not in self._tensors:
                 self._tensors[parameter] = self._make(parameter)
 
     @property

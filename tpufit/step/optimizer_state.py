@@ -120,12 +120,16 @@ class OptimizerState:
             for key, value in state.items()
             if isinstance(value, Tensor)
         }
+        for kind, part in self._named_kept():
+            tensors |= {f"{kind}/{prefix}/{key}": t for key, t in part.named(names).items()}
+        return tensors
+
+    def _named_kept(self) -> list[tuple[str, Accumulator | EMA]]:
+        """Return the accumulators and the averages, each with the first part of its tensors' names in checkpoints."""
         parts: list[tuple[str, Accumulator | EMA]] = [
             (_accumulator_kind(slot), part) for slot, part in enumerate(self.accumulators)
         ]
-        for kind, part in [*parts, *([] if self.ema is None else [("average", self.ema)])]:
-            tensors |= {f"{kind}/{prefix}/{key}": t for key, t in part.named(names).items()}
-        return tensors
+        return [*parts, *([] if self.ema is None else [("average", self.ema)])]
 
     def options(self, names: Mapping[int, str]) -> dict[str, Any]:
         """Return the optimizer's options and numbers as JSON; `names` has the parameters' names by `id`."""
@@ -192,6 +196,8 @@ class OptimizerState:
             n.startswith(f"{_accumulator_kind(len(self.accumulators))}/{prefix}/") for n in given
         ):
             self.accumulators.append(Accumulator(self.optimizer))
+        for kind, part in self._named_kept():
+            part.extend({p for name, p in named.items() if f"{kind}/{prefix}/{name}" in given})
         for full, value in given.items():  # optimizer/key/parameter
             owner, _, rest = full.partition("/")
             key, _, name = rest.partition("/")
