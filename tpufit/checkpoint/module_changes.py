@@ -7,6 +7,7 @@ from torch import nn
 
 from ..errors import join_few, say_count
 from ..step import Engine
+from ..utils.python_state import HOOKS
 from ..utils.user_code import warn
 
 
@@ -92,8 +93,8 @@ class ModuleChanges:
 
 def _count_hooks(layer: nn.Module) -> int:
     """Count a layer's hooks, except tpufit's own."""
-    kinds = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    owners = [getattr(hook, "__module__", None) or "" for hooks in kinds for hook in hooks.values()]
+    hooks = [hook for kind in HOOKS for hook in (vars(layer).get(kind) or {}).values()]
+    owners = [getattr(hook, "__module__", None) or "" for hook in hooks]
     return sum(not owner.startswith("tpufit.") for owner in owners)
 
 

@@ -48,7 +48,7 @@ _FORMS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (np.random.RandomState, lambda value: repr(value.get_state(legacy=False))),
 )
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_TORCH = "torch torch_geometric torch_xla torchao torchaudio torchdata torchmetrics torchtext torchtune torchvision"
 _FIXED_MODULES = frozenset(("tpufit", "numpy", "builtins", "typing", "abc", *_OF_TORCH.split()))
 
@@ -150,7 +150,7 @@ class _Walk(ObjectWalk):
     def _walk_object(self, name: str, value: Any, depth: int) -> Named:
         yield from self.walk(name, type(value), depth)
         if isinstance(value, nn.Module):
-            hooks = tuple(number for kind in _HOOKS for number in vars(value).get(kind) or ())
+            hooks = tuple(number for kind in HOOKS for number in vars(value).get(kind) or ())
             if hooks:
                 yield f"the hooks of {name}", hooks
         hidden = list_pytorch_attributes(value) - {"training"}  # the user changes the mode
