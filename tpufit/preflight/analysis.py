@@ -23,6 +23,10 @@ _WITHOUT_WORK = ("parameter", "tuple", "get-tuple-element", "reshape")
 _BY_SUMS = "all-gather by sums"
 _GATHERS = ("all-gather", "all-to-all", "collective-permute", _BY_SUMS)
 _WASTED = 1 << 24  # bytes of padding from which a warning is given
+_NO_SCAN = (
+    "TorchTPU writes a cumulative sum or product, such as torch.cumsum, as an operation that jax 0.10.2 can't pass to "
+    "the compiler. Run this preflight where torch_xla is installed"
+)
 # The compiler's message about a single array that is larger than the memory.
 _ONE_TOO_LARGE = re.compile(r"Allocation \(size=\d+\) would exceed memory .*?shape = '([^'{]*)")
 _HLO_TEMP = re.compile(r"HLO temp\s+([\d.]+[KMGT]?)")
@@ -174,7 +178,7 @@ def analyze(
         error = compiled["error"]
         used = _parse_memory(error)
         if used is None:
-            raise ValueError(error)
+            raise ValueError(_NO_SCAN if "vhlo.composite_v2" in error else error)
         arguments = _sum_arguments(
             traced, [_count_bytes_per_core(argument, tpu.devices) for argument in traced["arguments"]]
         )
