@@ -1,4 +1,4 @@
-"""Data that fill the same arrays for each batch: results are those of a plain loop, and new memory isn't copied."""
+"""Data that fill the same arrays for each batch: results equal those of a plain loop, and new memory isn't copied."""
 
 from itertools import cycle, islice
 

@@ -1,4 +1,4 @@
-"""`ModuleChanges`: the changes of the modules during a `fit` other than those of tensors and attributes."""
+"""`ModuleChanges`: what changes in modules during a `fit`, apart from tensors and attributes."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
-def rrelu(
-    input: Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: torch.Generator | None = None,
-) -> Tensor | None:
+def rrelu(input: Tensor, *options: Any, **named: Any) -> Tensor | None:
     """`torch.rrelu`."""
-    slopes = _draw_slopes(input, lower, upper, training, generator)
+    slopes = _draw_slopes(input, *options, **named)
     return None if slopes is None else input * slopes
 
 
-def rrelu_in_place(
-    input: Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: torch.Generator | None = None,
-) -> Tensor | None:
+def rrelu_in_place(input: Tensor, *options: Any, **named: Any) -> Tensor | None:
     """`torch.rrelu_`."""
-    slopes = _draw_slopes(input, lower, upper, training, generator)
+    slopes = _draw_slopes(input, *options, **named)
     return None if slopes is None else input.mul_(slopes)
 
 
 def _draw_slopes(
-    input: Tensor, lower: float, upper: float, training: bool, generator: torch.Generator | None
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
 ) -> Tensor | None:
-    """Return the slope at each element, or None for arguments that PyTorch refuses, or a generator of the user's."""
+    """Return the slope at each element; None for a generator of the user's, or arguments that PyTorch refuses."""
     if not input.is_floating_point() or not lower <= upper or generator is not None:
         return None
     with torch.no_grad():
