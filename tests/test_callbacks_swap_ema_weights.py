@@ -64,7 +64,7 @@ def test_early_stopping_warns_if_it_judges_averages_but_restores_weights(swap_on
     swap, stopping = SwapEMAWeights(swap_on_epoch), EarlyStopping(restore_best_weights=True)
     hooks = CallbackList([swap, stopping] if first else [stopping, swap], model=Averaging())
     hooks.call("on_train_begin")
-    assert [str(one.message)[:43] for one in recwarn] == ["EarlyStopping(restore_best_weights=True) ju"] * warned
+    assert [str(one.message)[:43] for one in recwarn] == ["EarlyStopping(restore_best_weights=True) ch"] * warned
 
 
 @pytest.mark.parametrize("stopping", [EarlyStopping(), EarlyStopping("loss", restore_best_weights=True)])

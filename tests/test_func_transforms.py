@@ -58,6 +58,8 @@ def with_embedding():
 )
 @pytest.mark.filterwarnings("ignore:the train step is traced again:UserWarning")
 def test_a_transform_in_a_step_equals_a_plain_loop(cores, step, make, x):
+    tpufit.init(cores)  # first: autograd looks up the existing devices once
+
     class Own(tpufit.Model):
         def train_step(self, batch):
             result = step(self.module, *batch)

@@ -192,6 +192,7 @@ class WithFunction(nn.Module):
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_compiled_function_inside_the_module(cores, run_eagerly):
+    tpufit.init(cores)  # first: autograd looks up the existing devices once
     x, y = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 2
     net, plain = WithFunction(partial(torch.compile, backend="eager")), WithFunction(lambda function: function)
     plain.load_state_dict(net.state_dict())

@@ -415,7 +415,7 @@ def test_precisions_by_other_libraries_names(name, meant):
     ("path", "says"),
     [
         ("w.pkl", r"a path ending in '.safetensors', got 'w.pkl'"),
-        ("run", r"'run' is a folder. tpufit.load\('run', net\)"),
+        ("run", r"got the folder 'run'\. If model.save .* wrote it, call tpufit.load\('run', net\)"),
     ],
 )
 def test_weights_in_other_files(path, says, tmp_path, monkeypatch):

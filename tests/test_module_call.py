@@ -133,6 +133,8 @@ CALLS = {
 @pytest.mark.cores(1, 8)
 @pytest.mark.parametrize("name", CALLS)
 def test_further_arguments_in_a_step_and_outside(cores, name):
+    tpufit.init(cores)  # first: autograd looks up the existing devices once
+
     class Own(tpufit.Model):
         def train_step(self, batch):
             x, lengths, y = batch

@@ -64,6 +64,7 @@ def train_plainly(rows):
 
 def check(data, cores, rows=ROWS, whole=False, **options):
     """Compare fit, evaluate and predict with a plain loop."""
+    tpufit.init(cores)  # first: autograd looks up the existing devices once
     wanted, loss = train_plainly(rows)
     torch.manual_seed(0)
     model = tpufit.Model(torch.nn.Linear(4, 3))
