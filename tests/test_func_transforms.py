@@ -32,8 +32,6 @@ def differentiate_twice(net, x, y):
     """As in a physics-informed net: a loss of second derivatives by the inputs."""
     curvatures = vmap(hessian(lambda row: net(row[None]).sum()))(x)
     loss = (curvatures.diagonal(dim1=1, dim2=2).sum(1) - y).pow(2).mean()
-    for weight in net.parameters():
-        weight.grad = None
     loss.backward()
     return loss.detach()
 
@@ -57,6 +55,7 @@ def with_embedding():
     ids=["gradients of rows", "embeddings of rows", "hessian"],
 )
 @pytest.mark.filterwarnings("ignore:the train step is traced again:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch's own hessian
 def test_a_transform_in_a_step_equals_a_plain_loop(cores, step, make, x):
     tpufit.init(cores)  # first: autograd looks up the existing devices once
 
@@ -64,6 +63,7 @@ def test_a_transform_in_a_step_equals_a_plain_loop(cores, step, make, x):
         def train_step(self, batch):
             result = step(self.module, *batch)
             self.optimizer.step()
+            self.optimizer.zero_grad()
             return {"result": result}
 
     torch.manual_seed(0)
@@ -74,6 +74,7 @@ def test_a_transform_in_a_step_equals_a_plain_loop(cores, step, make, x):
     for i in (0, 16):
         results.append(step(plain, x[i : i + 16], Y[i : i + 16]))
         optimizer.step()
+        optimizer.zero_grad()
     model = Own(net)
     model.compile(lambda parameters: torch.optim.SGD(parameters, 0.1), scale_lr=None)
     history = model.fit(x, Y, 16 // cores, shuffle=False, verbose=0, cores=cores).history

@@ -32,7 +32,8 @@ def patch_kernels(platform: str) -> None:
     `copy_` also copies the attribute `grad`. `ctc_loss` accepts lengths and targets on the host, as in PyTorch. XLA's
     plugin for the CPU is too old for TorchTPU's `cumsum`. TorchTPU's `lstm` and `gru` compute in float32 and draw from
     its own generator, so PyTorch's are used: products, which autocast, and dropouts. Its padding by replication
-    refuses to crop some dimensions, and the gradient ends the process.
+    refuses to crop some dimensions, and the gradient ends the process. Gradients of activations don't broadcast their
+    arguments, which jacobians and hessians need: the result has the wrong shape, or the process ends.
 
     Args:
         platform: `"TPU"` or `"CPU"`.
@@ -50,7 +51,7 @@ def patch_kernels(platform: str) -> None:
             library.impl("ctc_loss.IntList", _ctc_loss, key)
             for name in ("avg_pool1d", "lstm.input", "gru.input"):
                 library.impl(name, operation(name).decompose, key)
-        for name, kernel in (_ORDERING_KERNELS | _PADDING_KERNELS).items():
+        for name, kernel in (_ORDERING_KERNELS | _PADDING_KERNELS | _ACTIVATION_KERNELS).items():
             native = torch.library.get_kernel(f"aten::{name}", "PrivateUse1").call_boxed
             library.impl(name, partial(kernel, native), "PrivateUse1", with_keyset=True)
         copy = torch.library.get_kernel("aten::copy_", "PrivateUse1").call_boxed
@@ -123,6 +124,21 @@ def _sources(tensor: Tensor, padding: list[int]) -> Iterator[tuple[int, Tensor]]
 _PADDING_KERNELS: dict[str, Callable[..., Any]] = {
     **{f"replication_pad{n}d": _replication_pad for n in (1, 2, 3)},
     **{f"replication_pad{n}d_backward": _replication_pad_backward for n in (1, 2, 3)},
+}
+
+
+def _broadcast(native: Callable[..., Tensor], keys: Any, *args: Any, **named: Any) -> Tensor:
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if len({tensor.shape for tensor in tensors}) > 1:
+        args = (*torch.broadcast_tensors(*tensors), *args[len(tensors) :])
+    return native(keys, *args, **named)
+
+
+_ACTIVATION_KERNELS: dict[str, Callable[..., Any]] = {
+    f"{name}_backward": _broadcast
+    for name in (
+        *("gelu", "hardsigmoid", "hardswish", "hardtanh", "log_sigmoid", "logit", "sigmoid", "tanh", "threshold"),
+    )
 }
 
 
