@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, hessian, vmap
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tpufit
 
@@ -36,6 +37,30 @@ def differentiate_twice(net, x, y):
     return loss.detach()
 
 
+def flatten_jacobians(net, x, y):
+    """As in a contractive autoencoder: a loss of each row's jacobian, by reverse and by forward mode."""
+    loss = 0
+    for jacobian in (torch.func.jacrev, torch.func.jacfwd):
+        loss = loss + vmap(jacobian(lambda row: net(row[None])[0]))(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def activations():
+    layers = (nn.GELU("tanh"), nn.Hardswish(), nn.LeakyReLU(), nn.LogSigmoid(), nn.ReLU(), nn.Sigmoid(), nn.Softplus())
+    return nn.Sequential(*(layer for activation in layers for layer in (nn.Linear(4, 4), activation)), nn.Linear(4, 3))
+
+
+def with_attention():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 4), layer, nn.Flatten(), nn.Linear(8, 3))
+
+
+def with_max_pooling():
+    pools = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(1, 2), nn.MaxPool1d(1))
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), pools, nn.Flatten(), nn.Linear(4, 3))
+
+
 def dense():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
 
@@ -50,9 +75,17 @@ def with_embedding():
     [
         (clip_gradients_of_rows, dense, X),
         (clip_gradients_of_rows, with_embedding, Y[:, None]),
+        (clip_gradients_of_rows, with_attention, X),
+        (clip_gradients_of_rows, with_max_pooling, X),
         (differentiate_twice, dense, X),
+        (differentiate_twice, with_max_pooling, X),
+        (flatten_jacobians, activations, X),
+        (flatten_jacobians, with_max_pooling, X),
     ],
-    ids=["gradients of rows", "embeddings of rows", "hessian"],
+    ids=[
+        *("gradients of rows", "embeddings of rows", "attention of rows", "maxima of rows", "hessian"),
+        *("hessian of maxima", "jacobians", "jacobians of maxima"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:the train step is traced again:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch's own hessian
@@ -72,7 +105,8 @@ def test_a_transform_in_a_step_equals_a_plain_loop(cores, step, make, x):
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
     results = []
     for i in (0, 16):
-        results.append(step(plain, x[i : i + 16], Y[i : i + 16]))
+        with sdpa_kernel(SDPBackend.MATH):  # the only one with a rule for each transform
+            results.append(step(plain, x[i : i + 16], Y[i : i + 16]))
         optimizer.step()
         optimizer.zero_grad()
     model = Own(net)

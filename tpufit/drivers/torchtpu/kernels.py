@@ -1,19 +1,28 @@
 """Replacements for kernels that TorchTPU lacks, or that read a value on the host."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...runtime.ops import ordering
-from ...runtime.ops.native import operation
+from ...runtime.ops.derivatives import with_second_derivative
+from ...runtime.ops.native import broadcast, operation, transforming
+from .private_names import names
 
 _libraries: list[torch.library.Library] = []
 
 # Kernels that take the native kernel and the dispatcher's keys, then the operation's arguments.
+_GRADIENT_KERNELS: dict[str, Callable[..., Any]] = {
+    f"{name}_backward": broadcast
+    for name in (
+        *("gelu", "hardsigmoid", "hardswish", "hardtanh", "log_sigmoid", "logit", "sigmoid", "tanh", "threshold"),
+    )
+}
 _ORDERING_KERNELS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("argmax", "argmin"), ordering.arg_extreme),
     **dict.fromkeys(("max.dim", "min.dim"), ordering.extreme),
@@ -32,14 +41,18 @@ def patch_kernels(platform: str) -> None:
     `copy_` also copies the attribute `grad`. `ctc_loss` accepts lengths and targets on the host, as in PyTorch. XLA's
     plugin for the CPU is too old for TorchTPU's `cumsum`. TorchTPU's `lstm` and `gru` compute in float32 and draw from
     its own generator, so PyTorch's are used: products, which autocast, and dropouts. Its padding by replication
-    refuses to crop some dimensions, and the gradient ends the process. Gradients of activations don't broadcast their
-    arguments, which jacobians and hessians need: the result has the wrong shape, or the process ends.
+    refuses to crop some dimensions, and the gradient ends the process, as it does for dimensions of one element.
+    Gradients of activations don't broadcast their arguments, which jacobians and hessians need: the result has the
+    wrong shape, or the process ends. Its cross-entropy, embedding and max pooling have no second derivatives, and its
+    max pooling refuses transforms of `torch.func`.
 
     Args:
         platform: `"TPU"` or `"CPU"`.
     """
     if _libraries:
         return
+    pools = (F.max_pool1d, F.max_pool2d, F.max_pool3d)  # TorchTPU's; PyTorch's, which call the dispatcher, return
+    names().unpatch_max_pool()
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns that a kernel is replaced
@@ -49,9 +62,11 @@ def patch_kernels(platform: str) -> None:
             library.impl("smooth_l1_loss", _smooth_l1_loss, key)
             library.impl("ctc_loss.Tensor", _ctc_loss, key)
             library.impl("ctc_loss.IntList", _ctc_loss, key)
-            for name in ("avg_pool1d", "lstm.input", "gru.input"):
+            for name in ("avg_pool1d", "cross_entropy_loss", "embedding_backward", "gru.input", "lstm.input"):
                 library.impl(name, operation(name).decompose, key)
-        for name, kernel in (_ORDERING_KERNELS | _PADDING_KERNELS | _ACTIVATION_KERNELS).items():
+            for n, pool in enumerate(pools, 1):
+                library.impl(f"max_pool{n}d", partial(_max_pool, n, pool), key)
+        for name, kernel in (_ORDERING_KERNELS | _PADDING_KERNELS | _GRADIENT_KERNELS).items():
             native = torch.library.get_kernel(f"aten::{name}", "PrivateUse1").call_boxed
             library.impl(name, partial(kernel, native), "PrivateUse1", with_keyset=True)
         copy = torch.library.get_kernel("aten::copy_", "PrivateUse1").call_boxed
@@ -105,7 +120,7 @@ def _replication_pad(native: Callable[..., Tensor], keys: Any, tensor: Tensor, p
 def _replication_pad_backward(
     native: Callable[..., Tensor], keys: Any, gradient: Tensor, tensor: Tensor, padding: list[int]
 ) -> Tensor:
-    if min(padding) >= 0:
+    if min(padding) >= 0 and min(tensor.shape[-(len(padding) // 2) :]) > 1:
         return native(keys, gradient, tensor, padding)
     for dim, sources in _sources(tensor, padding):
         shape = [*gradient.shape]
@@ -127,19 +142,27 @@ _PADDING_KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _broadcast(native: Callable[..., Tensor], keys: Any, *args: Any, **named: Any) -> Tensor:
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    if len({tensor.shape for tensor in tensors}) > 1:
-        args = (*torch.broadcast_tensors(*tensors), *args[len(tensors) :])
-    return native(keys, *args, **named)
-
-
-_ACTIVATION_KERNELS: dict[str, Callable[..., Any]] = {
-    f"{name}_backward": _broadcast
-    for name in (
-        *("gelu", "hardsigmoid", "hardswish", "hardtanh", "log_sigmoid", "logit", "sigmoid", "tanh", "threshold"),
+def _max_pool(
+    dimensions: int,
+    native: Callable[..., Tensor],
+    tensor: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> Tensor:
+    name = f"max_pool{dimensions}d"
+    options = [list(option) for option in (kernel_size, stride or kernel_size, padding, dilation)]
+    options = [option * dimensions if len(option) == 1 else option for option in options]
+    if transforming() or any(step != 1 for step in options[-1]):
+        result: Tensor = operation(name).decompose(tensor, *options, ceil_mode)
+        return result
+    return with_second_derivative(
+        lambda tensor: native(tensor, *options, ceil_mode),
+        lambda tensor: operation(name).decompose(tensor, *options, ceil_mode),
+        tensor,
     )
-}
 
 
 def _cumsum(tensor: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:

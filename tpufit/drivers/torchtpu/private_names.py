@@ -61,6 +61,7 @@ class Names:
     topology: Any
     start_profile: Any
     stop_profile: Any
+    unpatch_max_pool: Any
 
 
 _FROM = {
@@ -100,6 +101,7 @@ _FROM = {
     "topology": ("torch_tpu._internal.utils.hardware", "get_tpu_topology"),
     "start_profile": (_PROFILER, "start_trace"),
     "stop_profile": (_PROFILER, "stop_trace"),
+    "unpatch_max_pool": ("torch_tpu._internal.pooling.patch", "unpatch_max_pool"),
 }
 
 

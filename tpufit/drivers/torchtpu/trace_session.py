@@ -27,7 +27,7 @@ from .programs import Built, keep_arguments, list_used, text_of
 from .tensor_identity import handle_of, on_tpu, place_of
 
 # Errors that a trace can't handle: reading a value, and operations that TorchTPU lacks.
-_READS_A_VALUE = "during an FX trace"
+_READS_A_VALUE = ("during an FX trace", "cannot Materialize() a placeholder")  # the latter for a stand-in itself
 _LACKS_OPERATION = "is not implemented for TPU"
 
 
@@ -112,7 +112,7 @@ class Session(TorchDispatchMode):
             result = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             text = str(error)
-            if _READS_A_VALUE not in text and _LACKS_OPERATION not in text:
+            if not any(part in text for part in (*_READS_A_VALUE, _LACKS_OPERATION)):
                 raise
             self._fallbacks(func.name())
             result = self._compute(func, args, kwargs, on_host=_LACKS_OPERATION in text)

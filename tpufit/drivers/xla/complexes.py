@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.ops.native import Native, operation
+from ...runtime.ops.native import Native, broadcast, operation
 
 _conjugate = operation("_conj_copy")
 
@@ -76,7 +76,7 @@ def view_as_real(native: Native, keys: Any, tensor: Tensor) -> Tensor:
 
 def gradient_of_result(native: Native, keys: Any, gradient: Tensor, result: Tensor) -> Tensor:
     """The gradient of `tanh` and `sigmoid`, from the conjugate of the result, which torch_xla doesn't conjugate."""
-    value: Tensor = native(keys, gradient, _conjugate(result) if result.is_complex() else result)
+    value: Tensor = broadcast(native, keys, gradient, _conjugate(result) if result.is_complex() else result)
     return value
 
 

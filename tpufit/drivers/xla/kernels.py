@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...runtime.ops import ordering
-from ...runtime.ops.native import operation
+from ...runtime.ops.derivatives import with_second_derivative
+from ...runtime.ops.native import broadcast, operation, transforming
 from . import activations, comparisons, complexes, dtype_promotion, fourier, gathers, pooling, user_reads
 from .release_differences import redispatch
 
@@ -39,6 +40,8 @@ _REFUSING_SCALARS = (
     *("index_copy", "index_select", "kthvalue", "logsumexp", "masked_scatter", "max.dim", "mean.dim", "min.dim"),
     *("scatter.src", "scatter.value", "scatter_reduce.two", "sum.dim_IntList", "topk"),
 )
+# torch_xla's gradients of these activations don't broadcast their arguments, which jacobians and hessians need.
+_NOT_BROADCASTING = ("gelu", "hardshrink", "leaky_relu", "softplus", "softshrink", "threshold")
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -99,6 +102,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     kernels |= {"log_sigmoid_forward": activations.logsigmoid, "log_sigmoid_backward": activations.logsigmoid_backward}
     kernels |= {"acosh": complexes.acosh, "view_as_real_copy": complexes.view_as_real}
     kernels |= dict.fromkeys(("sigmoid_backward", "tanh_backward"), complexes.gradient_of_result)
+    kernels |= {f"{name}_backward": broadcast for name in _NOT_BROADCASTING}
     kernels |= dict.fromkeys(("log", "log10", "log2", "sqrt"), complexes.hide_origin)
     for name, replacement in complexes.COMPLEX_KERNELS.items():
         kernels[name] = partial(_complex_or, replacement, kernels.get(name, _native))
@@ -130,7 +134,7 @@ def _kernels_above_gradients() -> dict[str, Callable[..., Any]]:
     """Return the kernels of operations for which torch_xla has gradients; their arguments are as in `_kernels`."""
     kernels: dict[str, Callable[..., Any]] = {"avg_pool2d": pooling.avg_pool, "avg_pool3d": pooling.avg_pool}
     kernels = {name: partial(_in_float32, partial(kernel, name)) for name, kernel in kernels.items()}
-    kernels |= {name: partial(pooling.max_pool, name) for name in ("max_pool2d", "max_pool3d")}
+    kernels |= {name: partial(pooling.max_pool, name) for name in ("max_pool1d", "max_pool2d", "max_pool3d")}
     kernels |= {f"replication_pad{n}d": gathers.replicate for n in (1, 2, 3)} | {"cdist": _cdist}
     return {name: partial(_on_the_device, kernel) for name, kernel in kernels.items()} | {"einsum": _einsum}
 
@@ -306,10 +310,16 @@ def _transform_real(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *a
 
 
 def _einsum(native: Callable[..., Tensor], keys: Any, equation: str, tensors: list[Tensor], **kwargs: Any) -> Tensor:
-    """`einsum`; of complex numbers as products, because torch_xla's gradient omits the conjugation."""
-    if tensors and tensors[0].device.type == "xla" and any(tensor.is_complex() for tensor in tensors):
+    """`einsum`. torch_xla's gradient has no gradient, refuses transforms, and doesn't conjugate complex numbers."""
+
+    def composed(*tensors: Tensor) -> Tensor:
         return operation("einsum").decompose(equation, tensors, **kwargs)  # type: ignore[no-any-return]
-    return native(keys, equation, tensors, **kwargs)
+
+    if not tensors or tensors[0].device.type != "xla":
+        return native(keys, equation, tensors, **kwargs)
+    if transforming() or any(tensor.is_complex() for tensor in tensors):
+        return composed(*tensors)
+    return with_second_derivative(lambda *tensors: native(keys, equation, tensors, **kwargs), composed, *tensors)
 
 
 def _inverse(native: Callable[..., Any], keys: Any, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:

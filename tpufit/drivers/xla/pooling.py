@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...runtime.ops.native import Native
+from ...runtime.ops.derivatives import with_second_derivative
+from ...runtime.ops.native import Native, operation, transforming
 
 
 def avg_pool(
@@ -53,11 +54,22 @@ def max_pool(
     dilation: Sequence[int] = (1,),
     ceil_mode: bool = False,
 ) -> Tensor:
-    """`max_pool2d` and `max_pool3d`. torch_xla's gradient ignores `dilation`."""
+    """`max_pool1d`, `max_pool2d` and `max_pool3d`.
+
+    torch_xla's gradient ignores `dilation`, has no gradient, and is wrong in some transforms of `torch.func`: it finds
+    the largest elements again, in a tensor that a transform may have replaced by zeros.
+    """
     options = (kernel_size, stride, padding, dilation, ceil_mode)
     sizes = _check(name, tensor, *options)[-int(name[-2]) :]
-    if all(step == 1 for step in dilation) or not tensor.is_floating_point():
+    is_native = all(step == 1 for step in dilation) and not transforming()
+    if not tensor.is_floating_point() or (is_native and name == "max_pool1d"):  # which PyTorch composes of other parts
         return native(keys, tensor, *options)  # type: ignore[no-any-return]
+    if is_native:
+        return with_second_derivative(
+            lambda tensor: native(keys, tensor, *options),
+            lambda tensor: operation(name).decompose(tensor, *options),
+            tensor,
+        )
     result = tensor
     arguments = (_repeat(one, len(sizes)) for one in (sizes, kernel_size, stride or kernel_size, padding, dilation))
     # The first of equal elements in row-major order gets the gradient, so the last dimension is reduced first.

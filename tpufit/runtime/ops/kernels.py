@@ -93,12 +93,20 @@ def replace_kernels(backend: str | None = None) -> Iterator[None]:
         yield
 
 
+def _attend_by_definition(*args: Any, **kwargs: Any) -> Tensor:
+    """PyTorch's definition of attention. TorchTPU's kernel refuses transforms."""
+    result: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+    return result
+
+
 def _native(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _in_steps(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not trace_context().uses_kernels or transforming():
+        if transforming():
+            return _attend_by_definition(*args, **kwargs) if own is attention else None
+        if not trace_context().uses_kernels:
             return None
         check(name, args)
         return own(*args, **kwargs)

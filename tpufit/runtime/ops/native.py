@@ -1,4 +1,4 @@
-"""PyTorch's operations by name, and kernels that pass some calls on to them."""
+"""PyTorch's operations by name, and kernels that call them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +19,14 @@ def operation(name: str) -> Any:
 def transforming() -> bool:
     """True inside a transform of `torch.func`, such as `vmap` or `grad`, which can't run our autograd functions."""
     return torch._C._are_functorch_transforms_active()
+
+
+def broadcast(native: Native, keys: Any, *args: Any, **named: Any) -> Any:
+    """Call a native kernel that doesn't broadcast its tensors, which are its first arguments."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if len({tensor.shape for tensor in tensors}) > 1:
+        args = (*torch.broadcast_tensors(*tensors), *args[len(tensors) :])
+    return native(keys, *args, **named)
 
 
 def with_fallback(name: str, replacement: Callable[..., Tensor | list[Tensor] | None]) -> Callable[..., Any]:
