@@ -4,9 +4,10 @@
 
 prints a JSON line for each operation: its samples, and the distinct verdicts that aren't "right". `--modules` runs
 PyTorch's table of modules (ModuleInfo) instead, in training and in evaluation. `--plain` runs torch_xla or TorchTPU
-alone, without tpufit; `python docs/operations.py` compares both. Each operation runs in a process of its own, because
-torch_xla may end the process, and an error may make all later operations fail. Samples with random results are omitted,
-because no result is right.
+alone, without tpufit; `python docs/operations.py` compares both. `--order 2` adds second derivatives, of the squares of
+the results, because many operations are linear. Each operation runs in a process of its own, because torch_xla may end
+the process, and an error may make all later operations fail. Samples with random results are omitted, because no result
+is right.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -81,7 +82,20 @@ class ModuleOperation:
         return results, [tensor for tensor in state.values() if not tensor.requires_grad]
 
 
-def compute(op: Any, sample: Any, send: Any, seed: int = 0, within: Within = nullcontext) -> list[Tensor | None]:
+def differentiate(outputs: Sequence[Tensor | None], inputs: list[Tensor], send: Any, order: int) -> list[Tensor | None]:
+    """Return the gradients of a weighted sum of the outputs for each input, and their gradients, up to an order."""
+    learning = [output for output in outputs if output is not None and output.requires_grad]
+    gradients: Sequence[Tensor | None] = [None] * len(inputs)
+    if learning and inputs:
+        factors = [((torch.arange(o.numel()) % 7 + 1) / 7).reshape(o.shape).to(o.dtype) for o in learning]
+        factors = [f if o.device.type == "cpu" else send(f) for f, o in zip(factors, learning, strict=True)]
+        gradients = torch.autograd.grad(learning, inputs, factors, allow_unused=True, create_graph=order > 1)
+    return [*gradients, *(differentiate(gradients, inputs, send, order - 1) if order > 1 else ())]
+
+
+def compute(
+    op: Any, sample: Any, send: Any, order: int, seed: int = 0, within: Within = nullcontext
+) -> list[Tensor | None]:
     """Compute an operation's results and gradients on tensors that `send` makes of the sample's, and read them."""
     args, kwargs = tree_map_only(Tensor, send, ((sample.input, *sample.args), sample.kwargs))
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -92,12 +106,8 @@ def compute(op: Any, sample: Any, send: Any, seed: int = 0, within: Within = nul
             results = sample.output_process_fn_grad(results)
         outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
         inputs = [tensor for tensor in given if tensor.requires_grad]
-        learning = [output for output in outputs if output.requires_grad]
-        gradients: Any = ()
-        if inputs and learning:
-            factors = [((torch.arange(o.numel()) % 7 + 1) / 7).reshape(o.shape).to(o.dtype) for o in learning]
-            factors = [f if o.device.type == "cpu" else send(f) for f, o in zip(factors, learning, strict=True)]
-            gradients = torch.autograd.grad(learning, inputs, factors, allow_unused=True)
+        differentiated = [output.square() for output in outputs if output.requires_grad] if order > 1 else outputs
+        gradients = differentiate(differentiated, inputs, send, order)
     numbers = [torch.tensor(leaf) for leaf in tree_leaves(results) if isinstance(leaf, (bool, int, float, complex))]
     return [None if one is None else one.detach().cpu() for one in (*outputs, *gradients, *numbers)]
 
@@ -140,10 +150,13 @@ def describe_difference(
     return ""
 
 
-def judge(op: Any, dtype: torch.dtype, most: int, move: Callable[[Tensor], Tensor], within: Within) -> Iterator[str]:
+def judge(
+    op: Any, dtype: torch.dtype, most: int, order: int, move: Callable[[Tensor], Tensor], within: Within
+) -> Iterator[str]:
     """Yield the verdict of each sample that PyTorch accepts, up to `most`. An error ends the iteration.
 
-    `move` copies a tensor to the device, and `within` returns the context in which operations run there.
+    Derivatives up to `order` are compared. `move` copies a tensor to the device, and `within` returns the context in
+    which operations run there.
     """
 
     def copy(tensor: Tensor) -> Tensor:
@@ -163,16 +176,18 @@ def judge(op: Any, dtype: torch.dtype, most: int, move: Callable[[Tensor], Tenso
         theirs = None
         exact = None
         with suppress(Exception):  # PyTorch refuses some samples
-            theirs = compute(op, sample, copy)
-        if theirs is None or any(describe_difference(compute(op, sample, copy, seed), theirs) for seed in (1, 2, 3)):
+            theirs = compute(op, sample, copy, order)
+        if theirs is None or any(
+            describe_difference(compute(op, sample, copy, order, seed), theirs) for seed in (1, 2, 3)
+        ):
             continue
         if isinstance(op, ModuleOperation) and any(one is not None and one.isnan().any() for one in theirs):
             continue  # torch_xla's relu stops the gradient of NaN
         if dtype in WIDER:
             with suppress(Exception):
-                exact = compute(op, sample, widen)
+                exact = compute(op, sample, widen, order)
         try:
-            ours = compute(op, sample, send, within=within)
+            ours = compute(op, sample, send, order, within=within)
         except Exception as error:
             yield f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
             return
@@ -197,14 +212,14 @@ def start(cores: int, plain: bool) -> tuple[Callable[[Tensor], Tensor], Within]:
     return lambda tensor: placement.send([tensor])[0], replace_kernels
 
 
-def judge_in_a_fork(op: Any, dtype: torch.dtype, most: int, cores: int, plain: bool) -> list[str]:
+def judge_in_a_fork(op: Any, dtype: torch.dtype, most: int, order: int, cores: int, plain: bool) -> list[str]:
     """Return the verdicts of an operation that runs in a fork of this process, which must not have begun with XLA."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
-            for verdict in judge(op, dtype, most, *start(cores, plain)):
+            for verdict in judge(op, dtype, most, order, *start(cores, plain)):
                 os.write(writer, f"{verdict}\n".encode())
         except BaseException as error:
             reason = next(iter(str(error).splitlines()), "")
@@ -223,6 +238,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="operations (default: all)")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--samples", type=int, default=3, help="the most samples of an operation (default 3)")
+    parser.add_argument("--order", type=int, default=1, help="the highest order of derivatives (default 1)")
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--plain", action="store_true", help="the runtime alone, without tpufit")
     parser.add_argument("--modules", action="store_true", help="the table of modules, not of operations")
@@ -243,7 +259,7 @@ def main() -> None:
             continue
         chosen = not given.names or {op.name, op.formatted_name} & {*given.names}
         if chosen and dtype in op.supported_dtypes("cpu") and zlib.crc32(op.name.encode()) % parts == part - 1:
-            verdicts = judge_in_a_fork(op, dtype, given.samples, given.cores, given.plain)
+            verdicts = judge_in_a_fork(op, dtype, given.samples, given.order, given.cores, given.plain)
             faults = sorted(set(verdicts) - {"right"})
             print(json.dumps({"operation": op.formatted_name, "samples": len(verdicts), "faults": faults}), flush=True)
 

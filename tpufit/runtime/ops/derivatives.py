@@ -19,7 +19,7 @@ def with_second_derivative(native: Callable[..., Tensor], composed: Callable[...
         tensors: All tensors on which the result depends.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        result: Tensor = _Native.apply(native, composed, *tensors)
+        result: Tensor = _Native.apply(native, composed, *tensors)  # type: ignore[no-untyped-call]
         return result
     return native(*tensors)
 
@@ -34,8 +34,9 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
-        gradients = iter(_Gradient.apply(*ctx.operations, needed, gradient, *ctx.saved_tensors))
-        return None, None, *(next(gradients) if need else None for need in needed)
+        gradients = _Gradient.apply(*ctx.operations, needed, gradient, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        remaining = iter(gradients)
+        return None, None, *(next(remaining) if need else None for need in needed)
 
 
 class _Gradient(torch.autograd.Function):
@@ -69,8 +70,13 @@ class _Gradient(torch.autograd.Function):
             differentiated = [tensor for tensor, need in zip(tensors, ctx.needed, strict=True) if need]
             first = torch.autograd.grad(ctx.composed(*tensors), differentiated, gradient, create_graph=True)
             inputs = [alias for alias, need in zip(aliases, needed, strict=True) if need]
+            learning = [pair for pair in zip(first, gradients, strict=True) if pair[0].requires_grad]
             second = torch.autograd.grad(
-                first, inputs, gradients, create_graph=with_graph, allow_unused=True, materialize_grads=True
+                [one for one, _ in learning],
+                inputs,
+                [other for _, other in learning],
+                create_graph=with_graph,
+                allow_unused=True,
             )
         results = iter(second)
         return None, None, None, *(next(results) if need else None for need in needed)
