@@ -193,3 +193,77 @@ def test_a_large_embedding_compiles_for_chips_with_sparse_cores(run_python, tpu)
     """
     ended = run_python(code, env={"TPU_LIBRARY_PATH": None})
     assert ended.stdout.strip() == "True True", ended.stderr
+
+
+SCANS = """
+    module {
+      func.func public @main(%x: tensor<2x5xf32>) -> (tensor<2x5xf32>, tensor<2x5xf32>) {
+        %zero = stablehlo.constant dense<0.0> : tensor<2xf32>
+        %one = stablehlo.constant dense<1.0> : tensor<5xf32>
+        %a:2 = chlo.scan(%x) inits (%zero) dimension=1
+            attributes {is_associative = true, is_reverse = false, scan_dim_size = 5 : i64} {
+        ^bb0(%input: tensor<2xf32>, %carry: tensor<2xf32>):
+          %s = stablehlo.add %input, %carry : tensor<2xf32>
+          stablehlo.return %s, %s : tensor<2xf32>, tensor<2xf32>
+        } : (tensor<2x5xf32>, tensor<2xf32>) -> (tensor<2x5xf32>, tensor<2xf32>)
+        %b:2 = chlo.scan(%x) inits (%one) dimension=0
+            attributes {is_associative = true, is_reverse = true, scan_dim_size = 2 : i64} {
+        ^bb0(%input: tensor<5xf32>, %carry: tensor<5xf32>):
+          %s = stablehlo.multiply %input, %carry : tensor<5xf32>
+          stablehlo.return %s, %s : tensor<5xf32>, tensor<5xf32>
+        } : (tensor<2x5xf32>, tensor<5xf32>) -> (tensor<2x5xf32>, tensor<5xf32>)
+        return %a#0, %b#0 : tensor<2x5xf32>, tensor<2x5xf32>
+      }
+    }
+"""
+
+
+def test_rewritten_scans_compute_the_same(run_python):
+    """Executed by JAX on the CPU, which can't compile the scans themselves."""
+    code = f"""
+    import jax, numpy, torch
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+    from tpufit.preflight.compiling import rewrite_scans
+
+    with mlir.make_ir_context():
+        module = ir.Module.parse({SCANS!r})
+        rewrite_scans(module)
+        code = mlir.module_to_bytecode(module)
+    x = torch.arange(10.0).reshape(2, 5) + 1
+    (device,) = jax.devices("cpu")
+    executable = device.client.compile_and_load(code, [device], xla_client.CompileOptions())
+    results = executable.execute_sharded([jax.device_put(x.numpy())]).disassemble_into_single_device_arrays()
+    sums, products = (torch.from_numpy(numpy.array(result[0])) for result in results)
+    print(torch.equal(sums, x.cumsum(1)), torch.equal(products, x.flip(0).cumprod(0).flip(0)))
+    """
+    ended = run_python(code, env={"JAX_PLATFORMS": "cpu"})
+    assert ended.stdout.strip() == "True True", ended.stderr
+
+
+@pytest.mark.slow
+def test_cumulative_sums_compile_and_cumulative_maxima_are_refused(run_python):
+    code = """
+    import torch, tpufit
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.project, self.function = nn.Linear(8, 8), function
+
+        def forward(self, x):
+            return self.function(self.project(x))
+
+    x = torch.randn(64, 8)
+    for function in (lambda x: x.cumsum(1) + x.cumsum(0), lambda x: x.cumprod(1), lambda x: x.cummax(1).values):
+        model = tpufit.Model(Net(function))
+        model.compile("sgd", "mse")
+        try:
+            print(model.preflight(x, x, batch_size=8, tpu="v5e-8", verbose=0).fits)
+        except tpufit.errors.PreflightError as error:
+            print("torch.cummax" in str(error))
+    """
+    ended = run_python(code, env={"TPU_LIBRARY_PATH": None})
+    assert ended.stdout.split() == ["True"] * 3, ended.stderr

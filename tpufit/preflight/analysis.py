@@ -24,8 +24,8 @@ _BY_SUMS = "all-gather by sums"
 _GATHERS = ("all-gather", "all-to-all", "collective-permute", _BY_SUMS)
 _WASTED = 1 << 24  # bytes of padding from which a warning is given
 _NO_SCAN = (
-    "TorchTPU writes a cumulative sum or product, such as torch.cumsum, as an operation that jax 0.10.2 can't pass to "
-    "the compiler. Run this preflight in an environment without TorchTPU"
+    "TorchTPU writes a cumulative operation, such as torch.cummax, as an operation that jax 0.10.2 can't pass to the "
+    "compiler; only torch.cumsum and torch.cumprod are rewritten. Run this preflight in an environment without TorchTPU"
 )
 # The compiler's message about a single array that is larger than the memory.
 _ONE_TOO_LARGE = re.compile(r"Allocation \(size=\d+\) would exceed memory .*?shape = '([^'{]*)")

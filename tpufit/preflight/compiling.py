@@ -27,6 +27,8 @@ FLAGS = (
     "--xla_tpu_use_enhanced_launch_barrier=false --xla_latency_hiding_scheduler_rerun=1 "
     "--xla_tpu_prefer_async_allgather_to_allreduce=true --xla_tpu_enable_flash_attention=false"
 )
+# By operation of a scan, the value that leaves the other operand as it is.
+NEUTRAL = {"stablehlo.add": 0, "stablehlo.multiply": 1}
 
 
 def import_hlo() -> Any:
@@ -61,6 +63,7 @@ def annotate(program: bytes, arguments: list[dict[str, Any]], cores: int) -> Any
     )
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
+        rewrite_scans(module)
         main: Any
         (main,) = (op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
         shapes = [list(ir.RankedTensorType(argument.type).shape) for argument in main.arguments]
@@ -76,6 +79,71 @@ def annotate(program: bytes, arguments: list[dict[str, Any]], cores: int) -> Any
             main.arg_attrs = ir.ArrayAttr.get(attributes)
         # Newer releases of JAX compile the module itself.
         return module if import_hlo() is not xla_client._xla else mlir.module_to_bytecode(module)
+
+
+def rewrite_scans(module: Any) -> None:
+    """Replace the scans in an MLIR module whose body only adds or only multiplies. Other scans stay.
+
+    TorchTPU traces `torch.cumsum` and `torch.cumprod` to `chlo.scan`, which has no portable form in JAX's releases so
+    far. torch_xla, and JAX itself, trace them to `stablehlo.reduce_window`, with a window as long as the dimension; XLA
+    recognizes this form.
+    """
+    from jax._src.lib.mlir import ir
+
+    scans: list[Any] = []
+
+    def note(operation: Any) -> Any:
+        if operation.name == "chlo.scan":
+            scans.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(note)
+    for scan in scans:
+        name = _find_operation(scan)
+        if name and _is_filled_with(scan.operands[1], NEUTRAL[name]):
+            _replace(scan, name)
+
+
+def _find_operation(scan: Any) -> str:
+    """Return the name of the operation that combines each element with the sum so far; "" for another body."""
+    (block,) = scan.regions[0].blocks
+    combine, *others = block.operations
+    only_sums = len(scan.operands) == 2 and not list(scan.results[1].uses)
+    is_plain = len(others) == 1 and all(value == combine.results[0] for value in others[0].operands)
+    is_plain = is_plain and all(any(one == other for other in combine.operands) for one in block.arguments)
+    return str(combine.name) if only_sums and is_plain and combine.name in NEUTRAL else ""
+
+
+def _is_filled_with(start: Any, number: int) -> bool:
+    if start.owner.name != "stablehlo.constant":
+        return False
+    value = start.owner.attributes["value"]
+    return bool(value.is_splat and value.get_splat_value().value == number)
+
+
+def _replace(scan: Any, name: str) -> None:
+    import numpy
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import hlo
+
+    given = ir.RankedTensorType(scan.operands[0].type)
+    dimension = ir.IntegerAttr(scan.attributes["dimension"]).value
+    window = [1] * given.rank
+    window[dimension] = given.shape[dimension]
+    padding = [[0, 0] for _ in window]
+    padding[dimension][ir.BoolAttr(scan.attributes["is_reverse"]).value] = window[dimension] - 1
+    neutral = scan.operands[1].owner.attributes["value"].get_splat_value()
+    with scan.location, ir.InsertionPoint(scan):
+        number = ir.RankedTensorType.get([], given.element_type)
+        start = hlo.constant(ir.DenseElementsAttr.get_splat(number, neutral))
+        edges = ir.DenseElementsAttr.get(numpy.array(padding, numpy.int64))
+        sums = hlo.ReduceWindowOp([given], [scan.operands[0]], [start], window, padding=edges)
+        block = sums.regions[0].blocks.append(number, number, arg_locs=[scan.location] * 2)
+        with ir.InsertionPoint(block):
+            combined = ir.Operation.create(name, results=[number], operands=list(block.arguments))
+            hlo.return_([combined.results[0]])
+    scan.results[0].replace_all_uses_with(sums.results[0])
+    scan.erase()
 
 
 def build_hlo_module(program: bytes) -> Any:
