@@ -47,6 +47,13 @@ def test_no_operation_differs_from_pytorch_without_an_error(run_python, dtype, c
 
 @pytest.mark.soak
 @pytest.mark.runtime("torch_xla")
+@pytest.mark.parametrize("part", range(1, PARTS + 1))
+def test_no_second_derivative_differs_from_pytorch_without_an_error(run_python, part):
+    assert find_differences(run_python, "--order", "2", "--part", f"{part}/{PARTS}") == {}
+
+
+@pytest.mark.soak
+@pytest.mark.runtime("torch_xla")
 @pytest.mark.parametrize("part", range(1, 5))
 @pytest.mark.parametrize(("dtype", "cores"), [("float32", 1), ("float32", 8), ("bfloat16", 1)])
 def test_no_module_differs_from_pytorch_without_an_error(run_python, dtype, cores, part):
