@@ -95,6 +95,19 @@ def test_the_program_of_8_cores_has_all_shardings(run_python):
     assert head.count("{replicated}") == len(step["arguments"]) - 2
 
 
+def test_split_weights_stay_split_after_a_step(run_python):
+    code = f"""
+    {TRACE}
+    options = {{"optimizer": "adamw", "loss": "mse", "shard": "fsdp"}}
+    facts, text = traced(nn.Linear(512, 1024), "v5e-8", 8, options, x=torch.zeros(64, 512), y=torch.zeros(64, 1024))
+    split = [one["axis"] for one in facts["0"]["arguments"] if one["shape"] == [1024, 512]]
+    print(json.dumps([[one["role"] for one in facts.values() if "role" in one], split]))
+    """
+    ended = run_python(code, env={"TPU_LIBRARY_PATH": None})
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == [["train"], [0, 0, 0]]  # one program, and the weight and its two averages
+
+
 def test_an_lstm_is_products_in_the_format_of_autocast(run_python):
     code = f"""
     {TRACE}

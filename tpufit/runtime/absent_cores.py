@@ -40,7 +40,7 @@ class AbsentPlacement(CorePlacement):
         return sent
 
     def prepare_start(self, name: Any, inputs: list[Tensor]) -> Iterator[list[Tensor]]:
-        return map(self.send, [self.recorder.outputs[name]])
+        yield self.send(*self.recorder.outputs[name])
 
     def note_start(self, name: Any, outputs: Sequence[list[Tensor]]) -> None:
         pass

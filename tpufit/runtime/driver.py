@@ -48,6 +48,12 @@ class Trace:
     role: str
     cause: str  # why the graph is needed, for the report
 
+    @property
+    def output_axes(self) -> list[int | None]:
+        """The dimension along which each output is split over the cores, or None. Changes of the state come first."""
+        changed = [self.axes[i] for i in self.graph.changed]
+        return changed + [None] * (len(self.roots) - len(changed))
+
 
 class Driver(ABC):
     """A runtime for TPUs.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backend import Sharding
 from .driver import Trace, driver
 from .trace_context import tracing_with
 
@@ -47,7 +48,8 @@ class Recorder:
     """Keeps the programs that steps would run, and runs nothing."""
 
     programs: list[Recorded] = field(default_factory=list)
-    outputs: dict[Any, list[Tensor]] = field(default_factory=dict)  # of each graph by its hash, as meta tensors
+    outputs: dict[Any, tuple[list[Tensor], list[Sharding]]] = field(default_factory=dict)
+    """By the hash of a graph: its outputs, as meta tensors, and how each is split."""
     _axes: dict[Hashable, int | None] = field(default_factory=dict)  # by the identity of a tensor's memory
 
     def note(self, tensors: Sequence[Tensor], axes: Sequence[int | None]) -> None:
@@ -73,7 +75,8 @@ class Recorder:
             )
             for value, (name, i), axis in zip(trace.values, graph.sources, axes, strict=True)
         ]
-        self.outputs[graph.hash] = [torch.empty(root.shape, dtype=root.dtype, device="meta") for root in trace.roots]
+        outputs = [torch.empty(root.shape, dtype=root.dtype, device="meta") for root in trace.roots]
+        self.outputs[graph.hash] = outputs, [Sharding(axis) for axis in trace.output_axes]
         hlo = driver().serialize(trace)
         self.programs.append(Recorded(trace.role, trace.cause, hlo, arguments))
 

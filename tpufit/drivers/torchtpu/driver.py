@@ -265,7 +265,7 @@ class TorchTpuDriver(Driver):
             return
         with device_counters.role(trace.role, trace.cause), computing():
             text = self._complete(trace)
-            outputs = trace.roots, output_axes(trace)
+            outputs = trace.roots, trace.output_axes
             program = self._programs[graph.hash] = self._cores.compile(text, trace.values, *outputs)
             self._compiled += not program.loaded
 
@@ -282,7 +282,7 @@ class TorchTpuDriver(Driver):
         text = self._complete(trace)
         count = self._cores.count
         if count > 1:
-            text = shard_text(text, [self._cores.axis_of(value) for value in trace.values], count, output_axes(trace))
+            text = shard_text(text, [self._cores.axis_of(value) for value in trace.values], count, trace.output_axes)
         return text.encode()
 
     # What a graph depends on besides its operations
@@ -345,12 +345,6 @@ class TorchTpuDriver(Driver):
 
     def stop_profile(self) -> None:
         names().stop_profile()
-
-
-def output_axes(trace: Trace) -> list[int | None]:
-    """Return the dimension along which each output of a trace's graph is split over the cores, or None."""
-    changed = [trace.axes[i] for i in trace.graph.changed]
-    return changed + [None] * (len(trace.roots) - len(changed))
 
 
 def find_replaced(trace: Trace) -> dict[int, int]:
