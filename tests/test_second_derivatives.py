@@ -41,6 +41,7 @@ FUNCTIONS = {
     "norm": (lambda x: x.norm(dim=-1), FLAT),
     "padding by reflection": (lambda x: F.pad(x.sin(), (1, 2), mode="reflect"), FLAT),
     "padding by replication": (lambda x: F.pad(x.sin(), (1, 2), mode="replicate"), FLAT),
+    "repeated rows": (lambda x: x.repeat_interleave(2, 0), FLAT),
     "scattered": (lambda x: torch.zeros_like(x).scatter_add(0, (x > 0).long(), x), FLAT),
     "sorted": (lambda x: x.sort(-1).values, FLAT),
     "standard deviation": (lambda x: x.std(-1), FLAT),
@@ -73,16 +74,33 @@ def penalize(function, x):
     return (gradient * factors).square().mean()
 
 
+def compare(name, function, x, device):
+    own, exact = (x.clone().to(place).requires_grad_() for place in (device, "cpu"))
+    for value in (own, exact):
+        penalize(function, value).backward()
+    tolerance = 1e-3 * float(exact.grad.abs().max())
+    torch.testing.assert_close(
+        own.grad.cpu(), exact.grad, rtol=1e-3, atol=tolerance, msg=lambda text: f"{name}: {text}"
+    )
+
+
 @pytest.mark.cores(1)
 def test_second_derivatives_equal_pytorchs(cores):
     device = runtime.make_placement(runtime.start(cores, "test")).device
     for name, (function, x) in FUNCTIONS.items():
-        own, exact = (x.clone().to(place).requires_grad_() for place in (device, "cpu"))
-        for value in (own, exact):
-            penalize(function, value).backward()
-        tolerance = 1e-3 * float(exact.grad.abs().max())
-        torch.testing.assert_close(
-            own.grad.cpu(), exact.grad, rtol=1e-3, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        compare(name, function, x, device)
+
+
+@pytest.mark.cores(1)
+@pytest.mark.runtime("torch_tpu")  # PyTorch 2.9 has no such derivative on the CPU
+def test_second_derivatives_of_grid_sample_equal_pytorchs(cores):
+    device = runtime.make_placement(runtime.start(cores, "test")).device
+    for mode in ("bilinear", "bicubic"):
+        compare(
+            mode,
+            lambda x, mode=mode: F.grid_sample(x, x[:, :2].movedim(1, -1).tanh(), mode, align_corners=True),
+            X,
+            device,
         )
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decompositions
 from torch.nn import functional as F
 
 from ...runtime.ops import ordering
 from ...runtime.ops.derivatives import with_second_derivative
-from ...runtime.ops.native import broadcast, operation, transforming
+from ...runtime.ops.native import broadcast, operation
 from .private_names import names
 
 _libraries: list[torch.library.Library] = []
@@ -22,6 +23,14 @@ _GRADIENT_KERNELS: dict[str, Callable[..., Any]] = {
     for name in (
         *("gelu", "hardsigmoid", "hardswish", "hardtanh", "log_sigmoid", "logit", "sigmoid", "tanh", "threshold"),
     )
+}
+# The same operations, composed of others.
+_WITHOUT_SECOND_DERIVATIVES: dict[str, Callable[..., Tensor]] = {
+    "grid_sampler_2d": decompositions.grid_sampler_2d,
+    **{
+        f"repeat_interleave.{form}": operation(f"repeat_interleave.{form}").decompose
+        for form in ("self_Tensor", "self_int")
+    },
 }
 _ORDERING_KERNELS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("argmax", "argmin"), ordering.arg_extreme),
@@ -43,8 +52,8 @@ def patch_kernels(platform: str) -> None:
     its own generator, so PyTorch's are used: products, which autocast, and dropouts. Its padding by replication
     refuses to crop some dimensions, and the gradient ends the process, as it does for dimensions of one element.
     Gradients of activations don't broadcast their arguments, which jacobians and hessians need: the result has the
-    wrong shape, or the process ends. Its cross-entropy, embedding and max pooling have no second derivatives, and its
-    max pooling refuses transforms of `torch.func`.
+    wrong shape, or the process ends. Second derivatives are missing for its cross-entropy, embedding, max pooling
+    and `repeat_interleave`, and wrong for its `grid_sample`; its max pooling refuses transforms of `torch.func`.
 
     Args:
         platform: `"TPU"` or `"CPU"`.
@@ -69,6 +78,9 @@ def patch_kernels(platform: str) -> None:
         for name, kernel in (_ORDERING_KERNELS | _PADDING_KERNELS | _GRADIENT_KERNELS).items():
             native = torch.library.get_kernel(f"aten::{name}", "PrivateUse1").call_boxed
             library.impl(name, partial(kernel, native), "PrivateUse1", with_keyset=True)
+        for name, composed in _WITHOUT_SECOND_DERIVATIVES.items():
+            native = torch.library.get_kernel(f"aten::{name}", "AutogradPrivateUse1").call_boxed
+            library.impl(name, partial(_differentiate_twice, native, composed), "AutogradPrivateUse1", with_keyset=True)
         copy = torch.library.get_kernel("aten::copy_", "PrivateUse1").call_boxed
         library.impl("copy_", partial(_copy, copy), "PrivateUse1", with_keyset=True)
         if platform == "CPU":
@@ -148,21 +160,21 @@ def _max_pool(
     tensor: Tensor,
     kernel_size: Sequence[int],
     stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
+    padding: Sequence[int] | int = 0,
     dilation: Sequence[int] = (1,),
     ceil_mode: bool = False,
 ) -> Tensor:
-    name = f"max_pool{dimensions}d"
-    options = [list(option) for option in (kernel_size, stride or kernel_size, padding, dilation)]
-    options = [option * dimensions if len(option) == 1 else option for option in options]
-    if transforming() or any(step != 1 for step in options[-1]):
-        result: Tensor = operation(name).decompose(tensor, *options, ceil_mode)
+    composed = operation(f"max_pool{dimensions}d").decompose
+    if any(step != 1 for step in dilation):  # of which TorchTPU computes no gradient
+        result: Tensor = composed(tensor, kernel_size, stride, padding, dilation, ceil_mode)
         return result
-    return with_second_derivative(
-        lambda tensor: native(tensor, *options, ceil_mode),
-        lambda tensor: operation(name).decompose(tensor, *options, ceil_mode),
-        tensor,
-    )
+    return with_second_derivative(native, composed, tensor, kernel_size, stride or kernel_size, padding, 1, ceil_mode)
+
+
+def _differentiate_twice(
+    native: Callable[..., Tensor], composed: Callable[..., Tensor], keys: Any, *args: Any, **kwargs: Any
+) -> Tensor:
+    return with_second_derivative(partial(native, keys), composed, *args, **kwargs)
 
 
 def _cumsum(tensor: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:

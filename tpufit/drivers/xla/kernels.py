@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...runtime.ops import ordering
 from ...runtime.ops.derivatives import with_second_derivative
-from ...runtime.ops.native import broadcast, operation, transforming
+from ...runtime.ops.native import broadcast, operation
 from . import activations, comparisons, complexes, dtype_promotion, fourier, gathers, pooling, user_reads
 from .release_differences import redispatch
 
@@ -311,15 +311,12 @@ def _transform_real(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *a
 
 def _einsum(native: Callable[..., Tensor], keys: Any, equation: str, tensors: list[Tensor], **kwargs: Any) -> Tensor:
     """`einsum`. torch_xla's gradient has no gradient, refuses transforms, and doesn't conjugate complex numbers."""
-
-    def composed(*tensors: Tensor) -> Tensor:
-        return operation("einsum").decompose(equation, tensors, **kwargs)  # type: ignore[no-any-return]
-
-    if not tensors or tensors[0].device.type != "xla":
-        return native(keys, equation, tensors, **kwargs)
-    if transforming() or any(tensor.is_complex() for tensor in tensors):
-        return composed(*tensors)
-    return with_second_derivative(lambda *tensors: native(keys, equation, tensors, **kwargs), composed, *tensors)
+    composed = operation("einsum").decompose
+    if tensors and tensors[0].device.type == "xla":
+        if any(tensor.is_complex() for tensor in tensors):
+            return composed(equation, tensors, **kwargs)  # type: ignore[no-any-return]
+        return with_second_derivative(partial(native, keys), composed, equation, tensors, **kwargs)
+    return native(keys, equation, tensors, **kwargs)
 
 
 def _inverse(native: Callable[..., Any], keys: Any, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:

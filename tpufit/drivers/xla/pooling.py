@@ -5,6 +5,7 @@ Each function takes the operation's name, the native kernel and the dispatcher's
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,11 +66,7 @@ def max_pool(
     if not tensor.is_floating_point() or (is_native and name == "max_pool1d"):  # which PyTorch composes of other parts
         return native(keys, tensor, *options)  # type: ignore[no-any-return]
     if is_native:
-        return with_second_derivative(
-            lambda tensor: native(keys, tensor, *options),
-            lambda tensor: operation(name).decompose(tensor, *options),
-            tensor,
-        )
+        return with_second_derivative(partial(native, keys), operation(name).decompose, tensor, *options)
     result = tensor
     arguments = (_repeat(one, len(sizes)) for one in (sizes, kernel_size, stride or kernel_size, padding, dilation))
     # The first of equal elements in row-major order gets the gradient, so the last dimension is reduced first.

@@ -96,8 +96,11 @@ def import_runtime() -> Any:
             logging.disable(logging.NOTSET)
     torch_xla = sys.modules["torch_xla"]
     importlib.import_module("torch_xla.runtime")
-    # torch_xla replaces PyTorch's GRU by a class whose backward pass needs JAX on several cores.
-    nn.GRU = getattr(nn.GRU, "_orig", nn.GRU)  # type: ignore[misc]
+    # torch_xla replaces PyTorch's GRU by a class whose backward pass needs JAX on several cores. That class, which the
+    # user may have imported by its name, looks for PyTorch's in the attribute.
+    original: Any = getattr(nn.GRU, "_orig", nn.GRU)
+    original._orig = original
+    nn.GRU = original  # type: ignore[misc]
     return torch_xla
 
 

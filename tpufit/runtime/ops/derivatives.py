@@ -8,57 +8,78 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .native import transforming
 
 
-def with_second_derivative(native: Callable[..., Tensor], composed: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Return `native(*tensors)`, with derivatives of any order.
+def with_second_derivative(
+    native: Callable[..., Tensor], composed: Callable[..., Tensor], *args: Any, **named: Any
+) -> Tensor:
+    """Return `native(*args, **named)`, with derivatives of any order.
 
     Args:
-        native: The device's operation; it and its gradient are used for the result and for first derivatives.
-        composed: The same operation, composed of others that have derivatives of any order.
-        tensors: All tensors on which the result depends.
+        native: The device's operation; the result and first derivatives are its own.
+        composed: The same operation, composed of others that have derivatives of any order, and rules for the
+            transforms of `torch.func`, in which it replaces the device's operation.
+        args: The arguments; lists may contain tensors.
+        named: The named arguments.
     """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        result: Tensor = _Native.apply(native, composed, *tensors)  # type: ignore[no-untyped-call]
-        return result
-    return native(*tensors)
+    if transforming():
+        return composed(*args, **named)
+    leaves, structure = tree_flatten((args, named))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not at or not torch.is_grad_enabled():
+        return native(*args, **named)
+    tensors = [leaves[i] for i in at]
+    leaves = [None if i in at else leaf for i, leaf in enumerate(leaves)]  # autograd keeps the tensors
+
+    def of_tensors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*tensors: Tensor) -> Tensor:
+            filled = list(leaves)
+            for i, tensor in zip(at, tensors, strict=True):
+                filled[i] = tensor
+            args, named = tree_unflatten(filled, structure)
+            return function(*args, **named)
+
+        return call
+
+    result: Tensor = _Native.apply(of_tensors(native), of_tensors(composed), *tensors)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Native(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, native: Callable[..., Tensor], composed: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.operations = native, composed
+        ctx.functions = native, composed
         return native(*tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
-        gradients = _Gradient.apply(*ctx.operations, needed, gradient, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-        remaining = iter(gradients)
-        return None, None, *(next(remaining) if need else None for need in needed)
+        gradients = _Gradient.apply(*ctx.functions, gradient, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return None, None, *gradients
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradients of `_Native` for the needed tensors."""
+    """The gradients of `_Native` for each tensor."""
 
     @staticmethod
     def forward(
         ctx: Any,
         native: Callable[..., Tensor],
         composed: Callable[..., Tensor],
-        needed: tuple[bool, ...],
         gradient: Tensor,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(gradient, *tensors)
-        ctx.composed, ctx.needed = composed, needed
+        ctx.composed = composed
         # The result is computed again, because only it leads to the gradient; nothing else uses it, so that the
         # compiler removes it.
-        detached = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors, needed, strict=True)]
+        detached = [tensor.detach().requires_grad_() for tensor in tensors]
         with torch.enable_grad():
             result = native(*detached)
-        return torch.autograd.grad(result, [tensor for tensor in detached if tensor.requires_grad], gradient)
+        return torch.autograd.grad(result, detached, gradient)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -67,16 +88,10 @@ class _Gradient(torch.autograd.Function):
         with torch.enable_grad():
             # Aliases, because the gradient may depend on the tensors: that belongs to the caller's graph.
             gradient, *tensors = aliases = [tensor.view_as(tensor) for tensor in ctx.saved_tensors]
-            differentiated = [tensor for tensor, need in zip(tensors, ctx.needed, strict=True) if need]
-            first = torch.autograd.grad(ctx.composed(*tensors), differentiated, gradient, create_graph=True)
+            first = torch.autograd.grad(ctx.composed(*tensors), tensors, gradient, create_graph=True)
             inputs = [alias for alias, need in zip(aliases, needed, strict=True) if need]
-            learning = [pair for pair in zip(first, gradients, strict=True) if pair[0].requires_grad]
-            second = torch.autograd.grad(
-                [one for one, _ in learning],
-                inputs,
-                [other for _, other in learning],
-                create_graph=with_graph,
-                allow_unused=True,
-            )
+            pairs = [pair for pair in zip(first, gradients, strict=True) if pair[0].requires_grad]
+            outputs, factors = zip(*pairs, strict=True) if pairs else ((), ())
+            second = torch.autograd.grad(outputs, inputs, factors, create_graph=with_graph, allow_unused=True)
         results = iter(second)
-        return None, None, None, *(next(results) if need else None for need in needed)
+        return None, None, *(next(results) if need else None for need in needed)
