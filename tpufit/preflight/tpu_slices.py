@@ -99,8 +99,13 @@ _V5_FLAGS = "--xla_enable_async_all_gather=true --xla_enable_async_collective_pe
 _WITHOUT_SPARSE_CORES = " ".join(
     f"--xla_tpu_{option}=false"
     for option in (
-        *("offload_gather_to_sparsecore", "enable_offloading_gather_to_sparsecore"),
-        "enable_offloading_scatter_to_sparsecore",
+        "offload_gather_to_sparsecore",
+        *(
+            f"enable_offloading_{operation}_to_sparsecore"
+            for operation in (
+                *("copy", "dynamic_padding", "gather", "reduce", "reshape", "scatter", "slice", "sort", "xprecision"),
+            )
+        ),
         *(
             f"enable_sparse_core_collective_offload_{collective}"
             for collective in ("all_reduce", "all_gather", "reduce_scatter")
