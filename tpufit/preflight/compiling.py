@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,20 +89,17 @@ def rewrite_scans(module: Any) -> None:
     far. torch_xla, and JAX itself, trace them to `stablehlo.reduce_window`, with a window as long as the dimension; XLA
     recognizes this form.
     """
-    from jax._src.lib.mlir import ir
-
-    scans: list[Any] = []
-
-    def note(operation: Any) -> Any:
-        if operation.name == "chlo.scan":
-            scans.append(operation)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(note)
-    for scan in scans:
+    for scan in list(_find_scans(module.operation)):
         name = _find_operation(scan)
         if name and _is_filled_with(scan.operands[1], NEUTRAL[name]):
             _replace(scan, name)
+
+
+def _find_scans(operation: Any) -> Iterator[Any]:
+    for inner in (inner for region in operation.regions for block in region for inner in block.operations):
+        if inner.operation.name == "chlo.scan":
+            yield inner.operation
+        yield from _find_scans(inner.operation)
 
 
 def _find_operation(scan: Any) -> str:

@@ -99,7 +99,7 @@ def import_runtime() -> Any:
     # torch_xla replaces PyTorch's GRU by a class whose backward pass needs JAX on several cores. That class, which the
     # user may have imported by its name, looks for PyTorch's in the attribute.
     original: Any = getattr(nn.GRU, "_orig", nn.GRU)
-    original._orig = original
+    type.__setattr__(original, "_orig", original)
     nn.GRU = original  # type: ignore[misc]
     return torch_xla
 

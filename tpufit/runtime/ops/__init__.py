@@ -16,7 +16,8 @@
 | `ordering` | maxima, minima and sorting of NaN and infinity |
 | `rrelu` | `nn.RReLU` |
 | `resizing` | images resized by a factor that gives a fractional number of rows |
-| `native` | PyTorch's operations by name, and kernels that pass some calls on to them |
+| `derivatives` | second derivatives of operations for which the device has only first ones |
+| `native` | PyTorch's operations by name, and kernels that call them |
 | `dtypes` | combinations of dtypes that PyTorch refuses and torch_xla accepts |
 | `views` | reads the elements of a view directly from its base |
 | `linear_algebra` | orthogonal matrices, computed by products and triangular solves |

@@ -18,7 +18,7 @@ from .dtypes import check
 from .embedding import replace_embedding
 from .encoder import replace_encoder
 from .multihead import replace_multihead
-from .native import transforming, with_fallback
+from .native import operation, transforming, with_fallback
 from .norms import batch_norm, batch_norm_in_autocast, group_norm, instance_norm, layer_norm, weight_norm
 from .products import linear, matmul
 from .rrelu import rrelu, rrelu_in_place
@@ -58,7 +58,7 @@ def replace_kernels(backend: str | None = None) -> Iterator[None]:
     Results, gradients, running statistics, dtypes and errors equal PyTorch's, up to rounding. The kernels are
     registered with the dispatcher, so modules, functions, scripted code and recomputations in autograd's threads use
     them; a `TorchFunctionMode` or a patched `torch.nn.functional` wouldn't reach all of these. Transforms of
-    `torch.func`, such as `vmap` and `grad`, keep PyTorch's kernels. The backend is the dispatch key of the tensors, by
+    `torch.func`, such as `vmap` and `grad`, keep PyTorch's kernels, except for attention. The backend is the dispatch key of the tensors, by
     default the device's key; tests pass `"CPU"`.
 
     Example:
@@ -95,7 +95,7 @@ def replace_kernels(backend: str | None = None) -> Iterator[None]:
 
 def _attend_by_definition(*args: Any, **kwargs: Any) -> Tensor:
     """PyTorch's definition of attention. TorchTPU's kernel refuses transforms."""
-    result: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]
+    result: Tensor = operation("_scaled_dot_product_attention_math")(*args, **kwargs)[0]
     return result
 
 
