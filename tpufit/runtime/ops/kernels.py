@@ -58,8 +58,8 @@ def replace_kernels(backend: str | None = None) -> Iterator[None]:
     Results, gradients, running statistics, dtypes and errors equal PyTorch's, up to rounding. The kernels are
     registered with the dispatcher, so modules, functions, scripted code and recomputations in autograd's threads use
     them; a `TorchFunctionMode` or a patched `torch.nn.functional` wouldn't reach all of these. Transforms of
-    `torch.func`, such as `vmap` and `grad`, keep PyTorch's kernels, except for attention. The backend is the dispatch key of the tensors, by
-    default the device's key; tests pass `"CPU"`.
+    `torch.func`, such as `vmap` and `grad`, keep PyTorch's kernels, except for attention. The backend is the dispatch
+    key of the tensors, by default the device's key; tests pass `"CPU"`.
 
     Example:
         >>> import torch
