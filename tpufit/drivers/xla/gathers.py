@@ -90,7 +90,7 @@ def replicate(native: Native, keys: Any, tensor: Tensor, padding: Sequence[int])
     """`replication_pad1d` to `3d`, also by negative numbers, which cut off edges."""
     if min(padding) >= 0:
         return native(keys, tensor, padding)  # type: ignore[no-any-return]
-    F.pad(tensor.to("meta"), list(padding), mode="replicate")  # raises PyTorch's errors
+    F.pad(torch.empty_like(tensor, device="meta"), list(padding), mode="replicate")  # raises PyTorch's errors
     for dim, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True), start=1):
         size = tensor.shape[-dim]
         places = torch.arange(-before, size + after, device=tensor.device).clamp(0, size - 1)

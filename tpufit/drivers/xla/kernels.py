@@ -143,8 +143,8 @@ def _on_the_device(
     kernel: Callable[..., Any], native: Callable[..., Any], keys: Any, tensor: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a kernel for tensors of the device, and the native kernel for others, which torch_xla 2.8 passes too."""
-    first = tensor if isinstance(tensor, Tensor) else args[0]  # a number may precede the tensor
-    if first.device.type != "xla":
+    first = next((x for x in (tensor, *args) if isinstance(x, Tensor)), None)  # a number may precede the tensor
+    if first is None or first.device.type != "xla":
         return native(keys, tensor, *args, **kwargs)
     return kernel(native, keys, tensor, *args, **kwargs)
 
@@ -336,5 +336,5 @@ def _cdist(native: Callable[..., Tensor], keys: Any, first: Tensor, second: Tens
 
 
 def _glu(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any) -> Tensor:
-    torch.ops.aten.glu(tensor.to("meta"), *args)  # raises PyTorch's error for an odd size
+    torch.ops.aten.glu(torch.empty_like(tensor, device="meta"), *args)  # raises PyTorch's error for an odd size
     return native(keys, tensor, *args)

@@ -81,7 +81,7 @@ def max_pool(
 
 def _check(name: str, tensor: Tensor, *options: Any) -> torch.Size:
     """Return the shape of the result, or raise PyTorch's error."""
-    result: Tensor = getattr(torch.ops.aten, name)(tensor.to("meta"), *options)
+    result: Tensor = getattr(torch.ops.aten, name)(torch.empty_like(tensor, device="meta"), *options)
     return result.shape
 
 

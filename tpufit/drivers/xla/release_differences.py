@@ -7,6 +7,7 @@
 | a runtime that doesn't start | crashes the process at its exit, and at the next call | raises an error each time |
 | mismatched shapes in a matrix product, a stack or cross-entropy | crash the process | raise an error |
 | a replaced kernel | is lost; ours runs before the device is chosen | can still be called |
+| a number in place of a tensor | must be passed to the operation again | can be passed to the replaced kernel |
 | the operations of a view | can only be applied, by one function | can be read and applied |
 | a step that fails while it runs, e.g. out of memory | crashes the process when a result is read | raises an error |
 
@@ -21,8 +22,11 @@ import atexit
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -79,8 +83,8 @@ def extract_message(error: BaseException) -> str:
 def redispatch(operation: str, backend: str) -> tuple[str, Callable[..., Any]]:
     """Return the dispatch key for a kernel that replaces a device's kernel, and a function that calls the latter.
 
-    The function takes the dispatcher's keys first. In 2.8 the new kernel gets the tensors of all devices, and the
-    replaced kernel of a gradient is PyTorch's.
+    The function takes the dispatcher's keys first. In 2.8 the new kernel gets the tensors of all devices, and numbers
+    in place of tensors, as in `x % 3`; and the replaced kernel of a gradient is PyTorch's.
     """
     if release() != "2.8":
         return backend, torch.library.get_kernel(operation, backend).call_boxed
@@ -92,8 +96,22 @@ def redispatch(operation: str, backend: str) -> tuple[str, Callable[..., Any]]:
         below = torch._C._dispatch_keyset_full_after(keys.AutogradOther)
         others = torch._C.DispatchKeySet(keys.AutogradOther)
         return backend, lambda keyset, *args, **kwargs: native.redispatch(keyset & below | others, *args, **kwargs)
-    below = torch._C._dispatch_keyset_full_after(keys.BackendSelect)
-    return "BackendSelect", lambda keyset, *args, **kwargs: native.redispatch(keyset & below, *args, **kwargs)
+    return "BackendSelect", partial(_call_below_ours, native)
+
+
+def _call_below_ours(native: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the kernel that ours replaced, also with a number in place of a tensor."""
+    ours, host = torch._C.DispatchKey.BackendSelect, torch._C.DispatchKey.CPU
+    arguments = zip(native._schema.arguments, args, strict=False)
+    if not any(isinstance(value, Number) and isinstance(it.type, torch.TensorType) for it, value in arguments):
+        return native.redispatch(keyset & torch._C._dispatch_keyset_full_after(ours), *args, **kwargs)
+    if not any(isinstance(value, Tensor) for value in args):
+        return native(torch.as_tensor(np.asarray(args[0])), *args[1:], **kwargs)
+    # Only a whole call turns the number into a tensor with a number's dtype rules. Without the key of our kernel,
+    # PyTorch doesn't choose the device of the tensors that the replaced kernel creates on the host.
+    without_ours = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(ours))
+    with without_ours, torch._C._IncludeDispatchKeyGuard(host):
+        return native.overloadpacket(*args, **kwargs)
 
 
 def apply_view(tensor: Tensor, view: Tensor) -> Tensor:
