@@ -61,6 +61,11 @@ def with_max_pooling():
     return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), pools, nn.Flatten(), nn.Linear(4, 3))
 
 
+def with_adaptive_pooling():
+    pools = (nn.Conv2d(1, 4, 3, padding=1), nn.AdaptiveMaxPool2d((1, 2)), nn.Tanh(), nn.Flatten())
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), *pools, nn.Linear(8, 3))
+
+
 def dense():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
 
@@ -79,12 +84,13 @@ def with_embedding():
         (clip_gradients_of_rows, with_max_pooling, X),
         (differentiate_twice, dense, X),
         (differentiate_twice, with_max_pooling, X),
+        (differentiate_twice, with_adaptive_pooling, X),
         (flatten_jacobians, activations, X),
         (flatten_jacobians, with_max_pooling, X),
     ],
     ids=[
         *("gradients of rows", "embeddings of rows", "attention of rows", "maxima of rows", "hessian"),
-        *("hessian of maxima", "jacobians", "jacobians of maxima"),
+        *("hessian of maxima", "hessian of adaptive maxima", "jacobians", "jacobians of maxima"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:the train step is traced again:UserWarning")

@@ -135,6 +135,8 @@ def _kernels_above_gradients() -> dict[str, Callable[..., Any]]:
     kernels: dict[str, Callable[..., Any]] = {"avg_pool2d": pooling.avg_pool, "avg_pool3d": pooling.avg_pool}
     kernels = {name: partial(_in_float32, partial(kernel, name)) for name, kernel in kernels.items()}
     kernels |= {name: partial(pooling.max_pool, name) for name in ("max_pool1d", "max_pool2d", "max_pool3d")}
+    with_indices = ("adaptive_max_pool2d", "max_pool2d_with_indices", "max_pool3d_with_indices")
+    kernels |= {name: partial(pooling.max_pool_with_indices, name) for name in with_indices}
     kernels |= {f"replication_pad{n}d": gathers.replicate for n in (1, 2, 3)} | {"cdist": _cdist}
     return {name: partial(_on_the_device, kernel) for name, kernel in kernels.items()} | {"einsum": _einsum}
 

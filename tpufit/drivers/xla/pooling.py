@@ -79,6 +79,15 @@ def max_pool(
     return result
 
 
+def max_pool_with_indices(name: str, native: Native, keys: Any, tensor: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """`max_pool2d` and others with `return_indices=True`, whose gradient differs in transforms as in `max_pool`."""
+    if not transforming():
+        return native(keys, tensor, *options)  # type: ignore[no-any-return]
+    indices: Tensor = native(keys, tensor.detach(), *options)[1]
+    image = -3 if "3d" in name else -2
+    return tensor.flatten(image).gather(-1, indices.flatten(image)).view_as(indices), indices
+
+
 def _check(name: str, tensor: Tensor, *options: Any) -> torch.Size:
     """Return the shape of the result, or raise PyTorch's error."""
     result: Tensor = getattr(torch.ops.aten, name)(torch.empty_like(tensor, device="meta"), *options)
