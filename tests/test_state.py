@@ -13,6 +13,8 @@ from tpufit.errors import CheckpointMismatchError
 from tpufit.optimizers import UpdatePlan
 from tpufit.runtime.driver import driver
 from tpufit.step.compile_config import CompileConfig
+from tpufit.step.saved_state import collect_state, load_state
+from tpufit.step.snapshot import put_back, take_snapshot
 from tpufit.step.state import TrainNumbers, TrainState
 
 pytestmark = pytest.mark.cores(1, 8, quick=True)
@@ -116,16 +118,16 @@ def test_saved_state_is_loaded_on_any_device(place):
     state.move_to(HOST)
     state.numbers = TrainNumbers(3, 5, updates=1, batches_waiting=1, rows_seen=9, passes=2, chosen_steps={"eval": 4})
     owner.optimizer.param_groups[0]["lr"] = 0.25
-    saved = copy.deepcopy(state.state_dict())
+    saved = copy.deepcopy(collect_state(state))
     other = Owner()
     loaded = TrainState(other, config(accumulate_steps=2, use_ema=True))
     loaded.move_to(place)
     loaded.numbers = TrainNumbers(rows_seen=1, chosen_steps={"train": 2})
-    loaded.load_state_dict(saved)
+    load_state(loaded, saved)
     assert loaded.numbers == TrainNumbers(3, 5, 1, 1, 1, 2, {"train": 2, "eval": 4})
     assert other.optimizer.param_groups[0]["lr"] == 0.25
     loaded.move_to(HOST)
-    again = loaded.state_dict()
+    again = collect_state(loaded)
     for one, two in ((saved.weights, again.weights), (saved.training, again.training)):
         assert one.keys() == two.keys() and same([*one.values()], [*two.values()])
 
@@ -152,12 +154,12 @@ def test_a_mismatched_state_changes_nothing(change, said):
     source, owner = Owner(), Owner()
     stepped(source)
     state, loaded = TrainState(source, config()), TrainState(owner, config())
-    saved = copy.deepcopy(state.state_dict())
+    saved = copy.deepcopy(collect_state(state))
     loaded.move_to(HOST)
     change(saved)
     before = values(owner)
     with pytest.raises(CheckpointMismatchError, match=said):
-        loaded.load_state_dict(saved)
+        load_state(loaded, saved)
     assert same(before, values(owner)) and loaded.numbers == TrainNumbers()
 
 
@@ -165,7 +167,7 @@ def test_a_trial_is_undone_with_its_new_state(place, cores):
     owner = Owner()
     state = TrainState(owner, config())
     state.move_to(place)
-    before, copied = state.snapshot(), values(owner)
+    before, copied = take_snapshot(state), values(owner)
     assert state.placement.count == cores and before.values
     state.move_to(HOST)
     stepped(owner)
@@ -175,7 +177,7 @@ def test_a_trial_is_undone_with_its_new_state(place, cores):
     state.numbers.step = 5
     torch.rand(3)
     state.move_to(place)
-    state.put_back(before)
+    put_back(state, before)
     drawn = torch.rand(2)
     before.random.restore()
     assert torch.equal(drawn, torch.rand(2))

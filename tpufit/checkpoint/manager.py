@@ -19,7 +19,7 @@ from ..errors import (
 )
 from ..runtime import copy_to_host
 from ..runtime import versions as runtime_versions
-from ..step import Engine, StepRunner, named_tensors
+from ..step import Engine, StepRunner, collect_state, load_state, named_tensors, trains_other_parameters
 from ..utils.json_codec import decode, encode
 from ..utils.random import RNGState
 from ..utils.user_code import warn
@@ -63,7 +63,7 @@ def take_checkpoint(
     Raises:
         WeightsError: The module's state has a value that isn't a tensor.
     """
-    state_of_model = engine.state.state_dict()
+    state_of_model = collect_state(engine.state)
     training = {**state_of_model.training, **(extra or {})}
     learned = {id(parameter) for parameter in engine.model.module.parameters() if parameter.requires_grad}
     frozen = set() if save_frozen else {id(p) for p in engine.model.module.parameters()} - learned
@@ -116,7 +116,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointMismatchError: The checkpoint is from another net or optimizer. Nothing has changed.
     """
-    engine.state.load_state_dict(extract_saved_state(checkpoint))
+    load_state(engine.state, extract_saved_state(checkpoint))
     engine.register_new_state()
 
 
@@ -140,7 +140,7 @@ def make_state_outside_fit(engine: Engine) -> dict[str, Any]:
         "objects": {},
         "metrics": None,
         "draws": RNGState.now().state_dict(),
-        "compile": None if engine.state.trains_other_parameters() else engine.config.as_plain(engine.model.optimizer),
+        "compile": None if trains_other_parameters(engine.state) else engine.config.as_plain(engine.model.optimizer),
     }
 
 

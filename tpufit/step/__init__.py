@@ -12,7 +12,7 @@ from .engine import MODEL_ATTRIBUTES, Engine, FitOptions, UserModel
 from .modules import keeping_modes, unwrap_module
 from .remat import RematArgument, list_policies
 from .runner import StepRunner
+from .saved_state import SavedState, collect_state, load_state, trains_other_parameters
 from .sharding import ShardArgument
-from .state import SavedState
 from .step_methods import CompileOption, StepMethods
 from .weight_names import check_weights, match_weights, named_tensors, strip_prefixes

@@ -45,7 +45,9 @@ from .modules import Modes, keeping_modes, refuse_host_inputs, train
 from .precision import Formats, warn_of_emulation
 from .remat import find_blocks
 from .role import ROLES, Role
-from .state import SavedState, TrainState
+from .saved_state import SavedState, reset_to
+from .snapshot import put_back, take_snapshot
+from .state import TrainState
 from .step_context import StepContext
 from .tally import Tally
 
@@ -337,20 +339,20 @@ class Engine:
         self.drop_programs()
 
     def reset_to(self, saved: SavedState) -> None:
-        """Return to the host with the weights of a checkpoint; see `TrainState.reset_to`."""
-        self.state.reset_to(saved)
+        """Return to the host with the weights of a checkpoint; see `saved_state.reset_to`."""
+        reset_to(self.state, saved)
         self.drop_programs()
 
     @contextmanager
     def trial(self, role: str = "train") -> Iterator[None]:
-        """A context whose steps of one role are undone at its end; see `TrainState.put_back`."""
-        before = self.state.snapshot()
+        """A context whose steps of one role are undone at its end; see `snapshot.put_back`."""
+        before = take_snapshot(self.state)
         bad = self.log.first_bad_step
         latest = self.latest
         try:
             yield
         finally:
-            self.state.put_back(before)
+            put_back(self.state, before)
             # Drop the trial's graphs: they may take state that the trial's first step created and that is gone, and
             # training may have no batches of the trial's shapes. XLA still caches the compiled graphs.
             self.roles[role] = Role(role, self._python_state, self._find_kept_tensors, self.attention)

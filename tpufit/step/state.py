@@ -1,5 +1,7 @@
 """`TrainState`: everything that training changes, listed once, so that it can be moved, reset, saved and restored.
 
+`saved_state.py` saves and restores it, and `snapshot.py` undoes a trial.
+
 New state belongs in `tensors` if it lives on the device, else in `TrainNumbers`. While graphs are replayed, a
 `DeviceState` holds the tensors' values, and the user's own tensors are empty until `write_back`.
 """
@@ -8,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..backend import HOST, DeviceState, Placement, Sharding, Slot
 from ..backend.eager import HostState
-from ..errors import CheckpointMismatchError, StateLostError, join_few
+from ..errors import StateLostError, join_few
 from ..optimizers import (
     DeviceRates,
     GroupNumbers,
@@ -30,17 +32,16 @@ from ..optimizers import (
     plan_updates,
     step_counts,
 )
-from ..runtime import copy_into, copy_to_host, make_state, move, reshard, swap_value, to_host
-from ..utils.random import RNGState
+from ..runtime import copy_into, make_state, move, reshard, swap_value, to_host
 from ..utils.replacing_attributes import replacing_attributes
-from ..utils.user_code import warn
 from .attribute_modules import find_kept_modules, find_kept_parameters
 from .compile_config import CompileConfig
 from .gradient_step import GradientStep
-from .optimizer_state import OptimizerState, is_of_second_part
+from .optimizer_state import OptimizerState
 from .sharding import count_bytes_per_core
 from .step_context import StepContext
-from .weight_names import check_weights, named_tensors
+from .untrained_parameters import UntrainedParameters
+from .weight_names import readable_name
 
 
 @dataclass
@@ -57,27 +58,18 @@ class TrainNumbers:
     chosen_steps: dict[str, int] = field(default_factory=dict)
 
 
-# The prefixes of tensors outside the module's `state_dict` and the optimizers' states.
-_OTHER_PREFIXES = ("buffer/", "loss/", "kept/", "params/")
-
-
-class SavedState(NamedTuple):
-    """The state of training, as a checkpoint keeps it."""
-
-    weights: Mapping[str, Tensor]  # the names of a tied tensor share one object
-    training: Mapping[str, Tensor]  # the other tensors, by tpufit's names
-    numbers: Mapping[str, Any]  # as JSON
-    optimizers: Mapping[str, Any]  # the options and numbers of each, as JSON
-
-
 class TrainState:
     """Everything that training changes: weights, buffers, optimizer states, accumulated gradients, averages, numbers.
 
     The tensors of the state before this `compile`, if any, stay in place.
+
+    Attributes:
+        owner: The model.
+        untrained: The parameters that no optimizer has.
     """
 
     def __init__(self, owner: Any, config: CompileConfig, before: TrainState | None = None) -> None:
-        self._owner = owner
+        self.owner = owner
         self._config = config
         self.placement: Placement = HOST if before is None else before.placement
         # The values of the tensors while graphs are replayed.
@@ -87,9 +79,7 @@ class TrainState:
         self.counters = HostCounters()  # the optimizers' counters that stay on the host
         self.group_numbers = GroupNumbers()  # numbers in the optimizers' groups that their steps change
         self.numbers = TrainNumbers()
-        self._warned: list[str] = []  # the names of unused gradients in the last warning
-        # The module's parameters at `compile`: later parameters are in no optimizer unless the user adds them.
-        self._compiled: list[nn.Parameter] = list(owner.module.parameters())
+        self.untrained = UntrainedParameters(owner)
         if before is not None:
             kept = before.numbers
             self.numbers = TrainNumbers(step=kept.step, seed=kept.seed, rows_seen=kept.rows_seen)
@@ -99,13 +89,13 @@ class TrainState:
     @property
     def modules(self) -> list[nn.Module]:
         """The module, the losses that are modules, and the modules that the model keeps."""
-        return [self._owner.module, *self.other_modules().values()]
+        return [self.owner.module, *self.other_modules().values()]
 
     def other_modules(self) -> dict[str, nn.Module]:
         """Return the modules of the loss and those kept by the model, by their names in checkpoints."""
         of_loss = self._config.loss_modules
         named = {f"loss/{i}": part for i, part in enumerate(of_loss)}
-        kept = find_kept_modules(self._owner).items()
+        kept = find_kept_modules(self.owner).items()
         return named | {f"kept/{name}": part for name, part in kept if not any(part is loss for loss in of_loss)}
 
     def list_every_tensor(self) -> dict[str, Tensor]:
@@ -113,10 +103,10 @@ class TrainState:
 
         Each tensor comes once, by its first name.
         """
-        every = dict(_tensors(self._owner.module))
+        every = dict(_tensors(self.owner.module))
         for name, part in self.other_modules().items():
             every |= {f"{name}/{key}": tensor for key, tensor in _tensors(part)}
-        every |= {f"kept/{name}": parameter for name, parameter in find_kept_parameters(self._owner).items()}
+        every |= {f"kept/{name}": parameter for name, parameter in find_kept_parameters(self.owner).items()}
         for name, optimizer in self.named_optimizers().items():
             every |= {f"params/{name}/{i}": parameter for i, parameter in enumerate(list_parameters(optimizer))}
         names: dict[int, str] = {}
@@ -124,23 +114,16 @@ class TrainState:
             names.setdefault(id(tensor), name)
         return {name: every[name] for name in names.values()}
 
-    def trains_other_parameters(self) -> bool:
-        """True if an optimizer has parameters that aren't the module's."""
-        inside = {id(p) for p in self._owner.module.parameters()}
-        return any(id(p) not in inside for optimizer in self._every_optimizer() for p in list_parameters(optimizer))
-
-    def find_untrained(self) -> list[str]:
-        """Return the names of the module's parameters that require a gradient, but are newer than every optimizer."""
-        known = {id(p) for p in self._compiled} | {id(p) for o in self._every_optimizer() for p in list_parameters(o)}
-        named = self._owner.module.named_parameters()
-        return [name for name, p in named if p.requires_grad and id(p) not in known]
-
     def named_optimizers(self) -> dict[str, Optimizer]:
         """Return the optimizer of `compile` and the user's optimizers, by attribute name, as in checkpoints.
 
         Inner optimizers follow the outer optimizer, under names such as `optimizer.base_optimizer`.
         """
-        return dict(find_optimizers(vars(self._owner)))
+        return dict(find_optimizers(vars(self.owner)))
+
+    def list_every_optimizer(self) -> list[Optimizer]:
+        """Return the model's optimizers, and further optimizers that steps have used."""
+        return list(dict.fromkeys([*self.named_optimizers().values(), *self.optimizers]))
 
     def state_of(self, optimizer: Optimizer) -> OptimizerState:
         """Return the state of an optimizer."""
@@ -184,7 +167,7 @@ class TrainState:
     @contextmanager
     def taking_steps(self, context: StepContext) -> Iterator[None]:
         """A context for a training step's Python, see `GradientStep.taking_steps`."""
-        module = self._owner.module
+        module = self.owner.module
         with ExitStack() as stack:
             stack.callback(self._gradient_steps.clear)
             for state in self.optimizers.values():  # the state of an outer optimizer comes first
@@ -205,9 +188,10 @@ class TrainState:
 
             stack.enter_context(replacing_attributes(module, zero_grad=zero_grad))
             yield
-            self.note_unused_gradients()
+            tensors, optimizers = self.list_every_tensor(), self.list_every_optimizer()
+            self.untrained.warn_of_gradients(tensors, optimizers)
             if all_cleared and not self.placement.eager:
-                self.drop_unused_gradients()
+                self.untrained.drop_gradients(tensors, optimizers)
 
     def gradient_step(self, state: OptimizerState, context: StepContext) -> GradientStep:
         """Return the gradient step of an optimizer: inside `taking_steps` that of the training step, else a new one."""
@@ -232,14 +216,10 @@ class TrainState:
         named = self.list_every_tensor()
         names = {id(tensor): readable_name(name) for name, tensor in named.items()}
         tensors = {id(tensor): tensor for tensor in named.values()}
-        for optimizer in self._every_optimizer():
+        for optimizer in self.list_every_optimizer():
             tensors |= {id(t): t for t in self.state_of(optimizer).list_device_state()}
         tensors |= {id(t): t for state in self.optimizers.values() for part in state.kept for t in part.tensors}
         return tensors, names
-
-    def _every_optimizer(self) -> list[Optimizer]:
-        """Return the model's optimizers, and further optimizers that steps have used."""
-        return list(dict.fromkeys([*self.named_optimizers().values(), *self.optimizers]))
 
     def _slots(self) -> list[Slot]:
         """List the slots of modules and optimizers that hold the tensors; a step may put other tensors there."""
@@ -252,7 +232,7 @@ class TrainState:
                         for name, tensor in tensors.items()
                         if tensor is not None
                     ]
-        for i, optimizer in enumerate(self._every_optimizer()):
+        for i, optimizer in enumerate(self.list_every_optimizer()):
             on_device = set(map(id, self.state_of(optimizer).list_device_state()))
             for j, (parameter, values) in enumerate(optimizer.state.items()):
                 slots += [
@@ -273,11 +253,11 @@ class TrainState:
 
         Optimizer state, accumulators and averages of a parameter's shape are split like the parameter.
         """
-        split = self._config.shard.shardings(self._owner.module, placement)
+        split = self._config.shard.shardings(self.owner.module, placement)
         if not split:
             return split
         shardings = dict(split)
-        for state in map(self.state_of, self._every_optimizer()):
+        for state in map(self.state_of, self.list_every_optimizer()):
             for parameter, tensor in state.walk_parameters():
                 if id(parameter) in split and tensor.shape == parameter.shape:
                     shardings[id(tensor)] = split[id(parameter)]
@@ -302,7 +282,7 @@ class TrainState:
                 placement.pin(tensor, shardings[id(tensor)])
         placement.launch("init")
         reshard(tensors.values(), placement, shardings)
-        stay = {id(t) for o in self._every_optimizer() for t in step_counts(o)} if placement.eager else set()
+        stay = {id(t) for o in self.list_every_optimizer() for t in step_counts(o)} if placement.eager else set()
         move([tensor for key, tensor in tensors.items() if key not in stay], placement, names, shardings)
         if not moved and self.device.shardings == shardings and [id(t) for t in self.device.tensors] == list(tensors):
             return False
@@ -427,35 +407,6 @@ class TrainState:
             zeros = [torch.zeros(t.shape, dtype=t.dtype) for t in tensors]
             copy_into(tensors, zeros, self.placement, self.device.shardings)
 
-    def drop_unused_gradients(self) -> None:
-        """Drop the gradients of parameters that no optimizer has, inside a step: nothing else would clear them."""
-        for parameter in self._find_unused().values():
-            parameter.grad = None
-
-    def note_unused_gradients(self) -> None:
-        """Warn of parameters outside the module that get a gradient in a step, but are in no optimizer.
-
-        The module's own parameters may be left out on purpose.
-        """
-        if not self.other_modules() and not find_kept_parameters(self._owner):
-            return
-        unused = [
-            name for name, p in self._find_unused().items() if p.grad is not None and name.startswith(_OTHER_PREFIXES)
-        ]
-        if unused and unused != self._warned:
-            self._warned = unused
-            warn(
-                f"no optimizer has {join_few([readable_name(name) for name in unused])}, for which the step computes a "
-                "gradient: they don't learn. Give an optimizer these parameters too, as in compile(optimizer=lambda "
-                "parameters: torch.optim.SGD([*parameters, *others], lr=0.1)), or freeze them with "
-                "requires_grad_(False)"
-            )
-
-    def _find_unused(self) -> dict[str, Tensor]:
-        """Return the parameters that no optimizer has, by name."""
-        used = {id(p) for optimizer in self._every_optimizer() for p in list_parameters(optimizer)}
-        return {name: t for name, t in self.list_every_tensor().items() if t.requires_grad and id(t) not in used}
-
     def swap_ema(self, averages: bool | None = None) -> None:
         """Swap the weights and their moving averages. Nothing is copied.
 
@@ -476,169 +427,6 @@ class TrainState:
                 ema.overwrite()
             self.placement.launch("ema")
 
-    # To disk and back
-
-    def state_dict(self) -> SavedState:
-        """Return the state as a checkpoint keeps it, with the live tensors on their devices.
-
-        Raises:
-            WeightsError: The module's state has objects other than tensors.
-        """
-        self.write_back()  # before the tensors are listed, because held tensors are empty
-        names = self._names()
-        now = self.numbers
-        named = self.named_optimizers()
-        for optimizer in named.values():
-            if not optimizer.state:  # before the first fit; `load` expects it
-                self.state_of(optimizer).create(shares=not self.placement.eager)
-        swapped = {n: ema.swapped for n, o in named.items() if (ema := self.state_of(o).ema) is not None}
-        numbers = {name: value for name, value in asdict(now).items() if name != "rows_seen"}
-        return SavedState(
-            named_tensors(self._owner.module),
-            self._training_tensors(),
-            numbers | {"swapped": swapped},
-            {name: self.state_of(optimizer).options(names) for name, optimizer in named.items()},
-        )
-
-    def load_state_dict(self, saved: SavedState) -> None:
-        """Load the state of a checkpoint into the tensors on their devices.
-
-        Raises:
-            CheckpointMismatchError: The checkpoint is of another net or optimizer. Nothing has changed.
-        """
-        # All checks precede the first change.
-        weights = named_tensors(self._owner.module)
-        names = self._names()
-        named = self.named_optimizers()
-        left_out = dict.fromkeys(saved.numbers.get("left_out", []))
-        unknown = [name for name in left_out if name not in weights]
-        if unknown:
-            raise CheckpointMismatchError(
-                f"the checkpoint's net had frozen weights that this one lacks: {join_few(unknown)}. Build the net as "
-                "it was when the checkpoint was saved"
-            )
-        weights = {name: tensor for name, tensor in weights.items() if name not in left_out}
-        check_weights(weights, saved.weights)
-        if named.keys() != saved.optimizers.keys():
-            raise CheckpointMismatchError(
-                f"the checkpoint has the optimizers {[*saved.optimizers]}, but the model has {[*named]}: compile with "
-                "the same optimizers, or load only the weights, with load_weights"
-            )
-        for name, optimizer in named.items():
-            self.state_of(optimizer).check_options(name, names, saved.optimizers[name])
-        now = self._training_tensors()
-        _check_training(
-            {n: t for n, t in now.items() if n in saved.training or not is_of_second_part(n)}, saved.training
-        )
-
-        # Adopt before the training tensors are listed, so that the list includes the adopted tensors.
-        parameters = {name: t for name, t in self.list_every_tensor().items() if isinstance(t, nn.Parameter)}
-        for name, optimizer in named.items():
-            self.state_of(optimizer).drop_parts()
-            self.state_of(optimizer).adopt(name, parameters, saved.training, saved.optimizers[name])
-        shardings = self.shardings(self.placement)
-        on_device = [t for optimizer in named.values() for t in self.state_of(optimizer).list_device_state()]
-        move(on_device, self.placement, shardings=shardings)
-        training = self._training_tensors()
-        values = [saved.weights[name] for name in weights] + [saved.training[name] for name in training]
-        copy_into([*weights.values(), *training.values()], values, self.placement, shardings)
-        for name, optimizer in named.items():
-            self.state_of(optimizer).load_options(names, saved.optimizers[name])
-        chosen = self.numbers.chosen_steps | saved.numbers["chosen_steps"]
-        kept = {name: saved.numbers[name] for name in ("step", "seed", "updates", "batches_waiting", "passes")}
-        self.numbers = replace(self.numbers, **kept, chosen_steps=chosen)
-        for name, optimizer in named.items():
-            ema = self.state_of(optimizer).ema
-            if ema is not None:
-                ema.swapped = saved.numbers["swapped"].get(name, False)
-
-    def reset_to(self, saved: SavedState) -> None:
-        """Return to the host with a checkpoint's weights, see `reset`; `load_state_dict` loads the rest.
-
-        Raises:
-            CheckpointMismatchError: The checkpoint is of another net.
-        """
-        tensors = named_tensors(self._owner.module)
-        check_weights(tensors, saved.weights)
-        values = {id(tensor): saved.weights[name] for name, tensor in tensors.items()}
-        kept = {n: t for n, t in self._training_tensors().items() if n.startswith(_OTHER_PREFIXES)}
-        values |= {id(t): saved.training[name] for name, t in kept.items() if name in saved.training}
-        self.reset(values)
-
-    def _names(self) -> dict[int, str]:
-        return {id(tensor): name for name, tensor in self.list_every_tensor().items()}
-
-    def _training_tensors(self) -> dict[str, Tensor]:
-        """Return the live tensors outside the module's `state_dict`, by their names in checkpoints."""
-        module = self._owner.module
-        named = self.list_every_tensor()
-        names = {id(tensor): name for name, tensor in named.items()}
-        saved = {id(tensor) for tensor in named_tensors(module).values()}
-        tensors = {f"buffer/{name}": b for name, b in module.named_buffers() if id(b) not in saved}
-        known = saved | {id(tensor) for tensor in tensors.values()}
-        tensors |= {name: t for name, t in named.items() if name.startswith(_OTHER_PREFIXES) and id(t) not in known}
-        for name, optimizer in self.named_optimizers().items():
-            tensors |= self.state_of(optimizer).tensors_by_name(name, names)
-        return tensors
-
-    # To undo a trial
-
-    def snapshot(self) -> Snapshot:
-        """Copy everything, to put it back after a trial. **This waits** for the device."""
-        self.write_back()
-        owner = self._owner
-        optimizers = list(self.named_optimizers().values())
-        modules = [part for module in self.modules for part in module.modules()]
-        # All attributes of modules, not only modes: a flag may say that a layer has seen its first batch, and a buffer
-        # may be replaced by another tensor. The model's attributes too, because the user's steps may change them.
-        dicts = [_copy_items(vars(part)) for part in (owner, *modules)] + [
-            _copy_items(part._buffers) for part in modules
-        ]
-        dicts += [_copy_items(group) for optimizer in optimizers for group in optimizer.param_groups]
-        states = [_copy_items(optimizer.state) for optimizer in optimizers]
-        states += [_copy_items(values) for optimizer in optimizers for values in optimizer.state.values()]
-        tensors, _ = self.tensors()
-        for _, state in states:
-            tensors |= {id(value): value for value in state.values() if isinstance(value, Tensor)}
-        return Snapshot(
-            dicts=[*dicts, *states],
-            swapped=[(state, state.ema.swapped) for state in self.optimizers.values() if state.ema is not None],
-            tensors=list(tensors.values()),
-            values=copy_to_host(list(tensors.values()), "state"),
-            numbers=replace(self.numbers, chosen_steps=dict(self.numbers.chosen_steps)),
-            random=RNGState.now(),
-        )
-
-    def put_back(self, before: Snapshot) -> None:
-        """Restore the snapshot `before`. Graphs captured since then become invalid."""
-        self.device.clear_lost()  # every lost value is replaced below
-        self.write_back()
-        for now, kept in before.dicts:
-            for key in now.keys() - kept.keys():
-                del now[key]
-            now.update(kept)
-        for state, swapped in before.swapped:
-            if state.ema is not None:
-                state.ema.swapped = swapped
-        self.numbers = before.numbers
-        copy_into(before.tensors, before.values, self.placement, self.device.shardings)
-        before.random.restore()
-
-
-class Snapshot(NamedTuple):
-    """Everything that training changes, at one moment.
-
-    The values are on the host, because on the device they would double the memory of the state, and a failed step
-    could lose them too.
-    """
-
-    dicts: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]]  # of Python objects, each with a copy of its items
-    swapped: list[tuple[OptimizerState, bool]]  # each with averages, and True if the module has the averages
-    tensors: list[Tensor]
-    values: list[Tensor]  # of these tensors, on the host
-    numbers: TrainNumbers
-    random: RNGState
-
 
 def _set_slot(slots: MutableMapping[Any, Any], name: Any, tensor: Tensor | None) -> None:
     if tensor is None:
@@ -647,39 +435,6 @@ def _set_slot(slots: MutableMapping[Any, Any], name: Any, tensor: Tensor | None)
         slots[name] = tensor
 
 
-def _copy_items(values: MutableMapping[Any, Any]) -> tuple[MutableMapping[Any, Any], dict[Any, Any]]:
-    return values, dict(values)
-
-
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters and buffers of a module, with their names."""
     return [*module.named_parameters(), *module.named_buffers()]
-
-
-def readable_name(name: str) -> str:
-    """Return a tensor's name in the user's terms.
-
-    Example:
-        >>> readable_name("kept/teacher/0.weight"), readable_name("loss/0/centers"), readable_name("0.weight")
-        ('teacher.0.weight', 'centers of the loss', '0.weight')
-    """
-    kind, _, rest = name.partition("/")
-    if kind == "loss":
-        return f"{rest.partition('/')[2]} of the loss"
-    return rest.replace("/", ".") if f"{kind}/" in _OTHER_PREFIXES else name
-
-
-def _check_training(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    missing = [name for name in expected if name not in given]
-    if missing:
-        raise CheckpointMismatchError(
-            f"the checkpoint lacks {join_few(missing)}: it was made with different arguments of compile, such as "
-            "another loss, use_ema or accumulate_steps"
-        )
-    others = [
-        f"{name}: {given[name].dtype} {tuple(given[name].shape)} then, {tensor.dtype} {tuple(tensor.shape)} now"
-        for name, tensor in expected.items()
-        if (given[name].shape, given[name].dtype) != (tensor.shape, tensor.dtype)
-    ]
-    if others:
-        raise CheckpointMismatchError(f"the checkpoint's training state has other shapes or dtypes: {join_few(others)}")

@@ -338,10 +338,11 @@ class StepMethods(Holder):
         optimizer.zero_grad()
         gradients.backward(loss)
         gradients.step()
-        engine.state.note_unused_gradients()
+        tensors, optimizers = engine.state.list_every_tensor(), engine.state.list_every_optimizer()
+        engine.state.untrained.warn_of_gradients(tensors, optimizers)
         if not engine.state.placement.eager:
             drop_gradients(optimizer)  # else they would be outputs of the graph, as large as the weights
-            engine.state.drop_unused_gradients()
+            engine.state.untrained.drop_gradients(tensors, optimizers)
         engine.state.pin(state)
 
     def update_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> None:

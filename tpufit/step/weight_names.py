@@ -8,6 +8,9 @@ from torch import Tensor
 from ..errors import CheckpointMismatchError, WeightsError, join_few
 from ..utils.user_code import warn
 
+# The prefixes of names outside the module's `state_dict` and the optimizers' states.
+OTHER_PREFIXES = ("buffer/", "loss/", "kept/", "params/")
+
 
 def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a module's `state_dict`, not detached, so that all names of a tied tensor share one object.
@@ -113,3 +116,16 @@ def _find_conflicting_ties(expected: Mapping[str, Tensor], given: Mapping[str, T
             if owner != name and not torch.equal(given[owner].to(tensor.dtype), given[name].to(tensor.dtype)):
                 conflicts.append((owner, name))
     return conflicts
+
+
+def readable_name(name: str) -> str:
+    """Return a tensor's name in the user's terms.
+
+    Example:
+        >>> readable_name("kept/teacher/0.weight"), readable_name("loss/0/centers"), readable_name("0.weight")
+        ('teacher.0.weight', 'centers of the loss', '0.weight')
+    """
+    kind, _, rest = name.partition("/")
+    if kind == "loss":
+        return f"{rest.partition('/')[2]} of the loss"
+    return rest.replace("/", ".") if f"{kind}/" in OTHER_PREFIXES else name

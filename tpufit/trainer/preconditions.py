@@ -46,7 +46,7 @@ def require_learning(engine: Engine) -> None:
             model are frozen.
     """
     module = engine.model.module
-    added = engine.state.find_untrained()
+    added = engine.state.untrained.find_added(engine.state.list_every_optimizer())
     if added:
         layer = added[0].rpartition(".")[0] or "..."
         raise ArgumentError(
