@@ -39,6 +39,9 @@ from ...utils.user_code import warn
 _STACK = re.compile(r"\s*\*\*\* Begin stack trace \*\*\*.*?\*\*\* End stack trace \*\*\*\s*", re.DOTALL)
 
 _PRODUCTS = ("addmm", "addmv", "baddbmm", "dot", "matmul", "mm", "mv")
+# torch_xla copies numbers of the host while it holds a lock. If a kernel in Python ran then, the garbage collector might
+# run, too, and wait for this lock forever to delete a tensor of the device.
+_COPIES = ("aten::_to_copy", "aten::copy_")
 _UNCHECKED = {F.cross_entropy, F.linear, F.nll_loss, torch.stack, Tensor.__matmul__}
 _UNCHECKED |= {getattr(place, name) for place in (torch, Tensor) for name in _PRODUCTS}
 
@@ -84,10 +87,13 @@ def redispatch(operation: str, backend: str) -> tuple[str, Callable[..., Any]]:
     """Return the dispatch key for a kernel that replaces a device's kernel, and a function that calls the latter.
 
     The function takes the dispatcher's keys first. In 2.8 the new kernel gets the tensors of all devices, and numbers
-    in place of tensors, as in `x % 3`; and the replaced kernel of a gradient is PyTorch's.
+    in place of tensors, as in `x % 3`; and the replaced kernel of a gradient is PyTorch's. Kernels that copy get only
+    the tensors of the device, and none inside `torch.inference_mode`.
     """
     if release() != "2.8":
         return backend, torch.library.get_kernel(operation, backend).call_boxed
+    if operation in _COPIES:
+        backend = f"Autograd{backend}"
     name, _, overload = operation.removeprefix("aten::").partition(".")
     native = getattr(getattr(torch.ops.aten, name), overload or "default")
     keys = torch._C.DispatchKey
