@@ -66,19 +66,26 @@ def test_operations_on_numbers_are_unchanged_by_the_start(run_python):
 def test_tensors_are_collected_while_torch_xla_copies_a_seed(run_python):
     """torch_xla holds a lock while it copies a seed from the host; to delete a tensor, it waits for the same lock."""
     result = run_python("""
-        import gc, torch, torch_xla, tpufit
+        import gc, torch, tpufit
+        from torch.utils._python_dispatch import TorchDispatchMode
+        from tpufit.drivers.xla.trace_seeds import XlaSeeds
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+                return operation(*args, **(kwargs or {}))
 
         class Node:
             pass
 
         tpufit.init(1)
-        for threshold in range(1, 40):
-            gc.set_threshold(threshold)
-            for _ in range(20):
-                node = Node()
-                node.itself, node.tensor = node, torch.ones(2, device="xla")
-                del node
-                torch_xla._XLAC._get_base_seed_as_tensor("xla:0")
+        with Mode():
+            for threshold in range(1, 40):
+                gc.set_threshold(threshold)
+                for _ in range(20):
+                    node = Node()
+                    node.itself, node.tensor = node, torch.ones(2, device="xla")
+                    del node
+                    XlaSeeds("xla:0", [1])
         print("done")
     """)
     assert result.stdout == "done\n"

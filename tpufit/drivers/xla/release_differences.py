@@ -39,8 +39,8 @@ from ...utils.user_code import warn
 _STACK = re.compile(r"\s*\*\*\* Begin stack trace \*\*\*.*?\*\*\* End stack trace \*\*\*\s*", re.DOTALL)
 
 _PRODUCTS = ("addmm", "addmv", "baddbmm", "dot", "matmul", "mm", "mv")
-# torch_xla copies numbers of the host while it holds a lock. If a kernel in Python ran then, the garbage collector might
-# run, too, and wait for this lock forever to delete a tensor of the device.
+# torch_xla copies seeds from the host while it holds a lock. If a kernel in Python ran then, so might the garbage
+# collector, which waits for this lock forever to delete a tensor of the device.
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _UNCHECKED = {F.cross_entropy, F.linear, F.nll_loss, torch.stack, Tensor.__matmul__}
 _UNCHECKED |= {getattr(place, name) for place in (torch, Tensor) for name in _PRODUCTS}

@@ -40,8 +40,7 @@ class XlaSeeds(TraceSeeds):
         return nullcontext()
 
     def _first_base(self) -> Tensor:
-        base: Tensor = xla()._get_base_seed_as_tensor(self._device)
-        return base
+        return _copy_base(self._device)
 
     def _begin_step(self, seed: int) -> Tensor:
         self._seeds_so_far = []
@@ -77,7 +76,7 @@ def seed_tensors(device: str, seeds: Sequence[int], places: Sequence[Place]) -> 
     tensors = []
     for step, count in places:
         xla()._xla_set_rng_seed(advance_seed(seeds[step], count), device)
-        tensors.append(xla()._get_base_seed_as_tensor(device))
+        tensors.append(_copy_base(device))
     return tensors
 
 
@@ -93,3 +92,14 @@ def advance_seed(seed: int, count: int) -> int:
     # The sum of a geometric series. The modulus is multiplied by the divisor, so that the division stays exact.
     power = pow(_FACTOR, count, _RANGE * (_FACTOR - 1))
     return (seed * power + _ADDED * ((power - 1) // (_FACTOR - 1))) % _RANGE
+
+
+def _copy_base(device: str) -> Tensor:
+    """Copy a device's seed to it.
+
+    torch_xla holds a lock meanwhile. If a dispatch mode's Python ran, so might the garbage collector, which waits for
+    this lock forever to delete a tensor of the device.
+    """
+    with torch._C._DisableTorchDispatch():
+        base: Tensor = xla()._get_base_seed_as_tensor(device)
+    return base
