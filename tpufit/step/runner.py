@@ -42,13 +42,15 @@ _MOST_JOINED = 16
 
 
 class _Plan(NamedTuple):
-    """What a program needs to run the next steps."""
+    """The next steps, and what a program needs to run them."""
 
+    group: DeviceGroup  # their batches
+    updates: Sequence[UpdatePlan]  # one for each step; empty if every step is a whole update
     key: tuple[Any, ...]  # of their graph
     inputs: list[Tensor]
     seeds: list[int]  # one for each step
-    updates: Sequence[UpdatePlan]  # one for each step; empty if every step is a whole update
     body: Callable[..., Any]  # their Python
+    sample: Callable[..., Any] | None  # the Python of one of several steps
 
 
 class StepRunner:
@@ -144,7 +146,7 @@ class StepRunner:
         if self._role.runner is not self:  # a callback has run another pass of this role during this pass
             self._begin_pass()
         plan = self._plan(group, last)
-        outputs = self._execute(group, plan, pause, remaining)
+        outputs = self._execute(plan, pause, remaining)
         self._commit(group, outputs)
         return None if self._role.makes_logs else outputs
 
@@ -171,55 +173,49 @@ class StepRunner:
             number_trace, added = self._group_numbers.find(key, attached, state.placement, steps)
             key = (*key, *number_trace)
             inputs = [*inputs, *added]
-        return _Plan(key, inputs, seeds, updates, partial(self._body, group, updates))
+        body = partial(self._body, group, updates)
+        return _Plan(group, updates, key, inputs, seeds, body, self._sample(group, updates))
 
-    def _execute(
-        self,
-        group: DeviceGroup,
-        plan: _Plan,
-        pause: Callable[[], AbstractContextManager[object]],
-        remaining: int | None,
-    ) -> Any:
+    def _execute(self, plan: _Plan, pause: Callable[[], AbstractContextManager[object]], remaining: int | None) -> Any:
         """Start the planned steps: replay their graph, or capture it. An error may leave them half done."""
         role = self._role
         program = self._program
         state = self._engine.state
-        key, inputs, seeds, updates, body = plan
+        key = plan.key
         self.step_in_progress = True
-        role.group = group
+        role.group = plan.group
         self._engine.latest = role
-        state.count_updates(updates)
+        state.count_updates(plan.updates)
         replays = program.prepare_replay(key)
         if replays and program.audit_due(key, remaining):
             with state.counters.restoring_numbers(state.named_optimizers().values()):
-                program.audit(key, inputs, seeds, body, pause, self._sample(group, updates))
+                program.audit(key, plan.inputs, plan.seeds, plan.body, pause, plan.sample)
             replays = program.prepare_replay(key)
         if replays:
-            outputs = program.replay(key, inputs, seeds)
+            outputs = program.replay(key, plan.inputs, plan.seeds)
             state.counters.note_replay((role.name, key))
             self._group_numbers.note_replay()
         elif program.captures:
-            outputs = self._capture(group, plan, pause)
+            outputs = self._capture(plan, pause)
         else:
-            outputs = program(key, inputs, seeds, body, pause)
+            outputs = program(key, plan.inputs, plan.seeds, plan.body, pause)
             self._note_trace()
         if role.learns and self._engine.observed.formats is None:
             self._engine.note_formats(program.products)
         self.step_in_progress = False
         return outputs
 
-    def _capture(self, group: DeviceGroup, plan: _Plan, pause: Callable[[], AbstractContextManager[object]]) -> Any:
+    def _capture(self, plan: _Plan, pause: Callable[[], AbstractContextManager[object]]) -> Any:
         """Run the steps while their Python is traced, for a graph that later calls replay."""
         role = self._role
         program = self._program
         state = self._engine.state
-        key, inputs, seeds, updates, body = plan
+        group, _, key, inputs, seeds, body, sample = plan
         program.cause = role.keys.explain_capture(key, len(group.forms), program.traced_keys)
         with state.counters.tracing((role.name, key), state.named_optimizers().values()):
             outputs = program(key, inputs, seeds, body, pause)
         self._note_trace()
         self._engine.register_new_state()  # only a traced step runs Python that could create state
-        sample = self._sample(group, updates)
         if sample is not None and program.prepare_replay(key) and program.lacks_sample(key):
             with state.counters.restoring_numbers(state.named_optimizers().values()):
                 program.trace_sample(key, inputs, seeds, sample, pause)
