@@ -210,7 +210,8 @@ def test_doctor_without_torch_xla(run_python):
     process = run_python(HIDDEN + LOOK)
     assert process.returncode == 1, process.stderr
     assert re.search(r"error +torch and torch_xla +torch 2\.[89]\.0\S*, torch_xla missing", process.stdout)
-    assert re.search(r"Run: pip install ('tpufit\[xla\]'|torch_xla==2\.8\.0) ", process.stdout)
+    text = " ".join(process.stdout.split())  # a row of the table may have several lines
+    assert re.search(r"Run: pip install ('tpufit\[xla\]'|torch_xla==2\.8\.0) ", text)
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ _STACK = re.compile(r"\s*\*\*\* Begin stack trace \*\*\*.*?\*\*\* End stack trac
 _PRODUCTS = ("addmm", "addmv", "baddbmm", "dot", "matmul", "mm", "mv")
 # torch_xla copies seeds from the host while it holds a lock. If a kernel in Python ran then, so might the garbage
 # collector, which waits for this lock forever to delete a tensor of the device.
-_COPIES = ("aten::_to_copy", "aten::copy_")
+_COPIES = ("aten::_local_scalar_dense", "aten::_to_copy", "aten::copy_")
 _UNCHECKED = {F.cross_entropy, F.linear, F.nll_loss, torch.stack, Tensor.__matmul__}
 _UNCHECKED |= {getattr(place, name) for place in (torch, Tensor) for name in _PRODUCTS}
 
