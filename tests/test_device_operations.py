@@ -106,6 +106,10 @@ RIGHT = {
         lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear", align_corners=True),
         images(1, 2, 5, 6),
     ),
+    "batch norm in evaluation": (
+        lambda x, w, b: torch.native_batch_norm(x, w, b, x.detach()[0, :, 0], b.detach() + 9, False, 0.1, 1e-5)[0],
+        *(images(4, 3, 5), images(1, 3)[0], images(3, 1)[:, 0]),
+    ),
     "averages of windows": (lambda x: F.avg_pool2d(x, 3, 2, 1), images(2, 3, 8, 7)),
     "averages by a divisor": (lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=2), images(2, 3, 8, 7)),
     "volumes by a divisor": (

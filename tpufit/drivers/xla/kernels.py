@@ -84,6 +84,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     """Return the kernels that take the native kernel, the dispatcher's keys, and the operation's arguments."""
     kernels: dict[str, Callable[..., Any]] = {"roll": _roll, "glu": _glu}
     kernels |= {"convolution_backward_overrideable": _convolution_backward}
+    kernels |= {"native_batch_norm_backward": _batch_norm_backward}
     kernels |= dict.fromkeys(("squeeze_copy.dim", "squeeze_copy.dims"), _squeeze)
     kernels |= {"_local_scalar_dense": user_reads.read, "_to_copy": user_reads.convert}
     kernels |= {"inverse": _inverse, "linalg_inv_ex": _inverse}
@@ -262,6 +263,35 @@ def _convolution_backward(native: Callable[..., Any], keys: Any, gradient: Tenso
         return native(keys, gradient, *args)
     inner, outer, _ = native(keys, gradient, *options, [needs_input, needs_weight, False])
     return inner, outer, gradient.sum([0, *range(2, gradient.dim())])
+
+
+def _batch_norm_backward(
+    native: Callable[..., Any],
+    keys: Any,
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    batch_mean: Tensor | None,
+    batch_scale: Tensor | None,
+    train: bool,
+    eps: float,
+    needed: list[bool],
+) -> Any:
+    """The gradients of a batch norm, also in evaluation, for which torch_xla raises an error or ends the process."""
+    if train or mean is None or variance is None:
+        return native(keys, gradient, x, weight, mean, variance, batch_mean, batch_scale, train, eps, needed)
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    rows = [0, *range(2, x.dim())]
+    scale = (variance + eps).rsqrt().reshape(shape)
+    gradients = (
+        gradient * (scale if weight is None else scale * weight.reshape(shape)),
+        (gradient * (x - mean.reshape(shape)) * scale).sum(rows),
+        gradient.sum(rows),
+    )
+    dtypes = (x.dtype, *[x.dtype if weight is None else weight.dtype] * 2)
+    return tuple(one.to(dtype) if need else None for one, dtype, need in zip(gradients, dtypes, needed, strict=True))
 
 
 def _in_place(name: str) -> str:
