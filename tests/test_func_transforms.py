@@ -84,8 +84,7 @@ def with_embedding():
         (clip_gradients_of_rows, with_max_pooling, X),
         (differentiate_twice, dense, X),
         (differentiate_twice, with_max_pooling, X),
-        # TorchTPU computes this pooling on the host.
-        pytest.param(differentiate_twice, with_adaptive_pooling, X, marks=pytest.mark.runtime("torch_xla")),
+        (differentiate_twice, with_adaptive_pooling, X),
         (flatten_jacobians, activations, X),
         (flatten_jacobians, with_max_pooling, X),
     ],

@@ -43,7 +43,8 @@ _ORDERING_KERNELS: dict[str, Callable[..., Any]] = {
 def patch_kernels(platform: str) -> None:
     """Replace kernels of the device, permanently: removing a kernel while another thread runs it would crash.
 
-    TorchTPU's `masked_fill` reads a value that is a tensor, and its `smooth_l1_loss` runs on the host. Its kernels of
+    TorchTPU's `masked_fill` reads a value that is a tensor. Its `smooth_l1_loss`, and the gradient of adaptive max
+    pooling in one or two dimensions, run on the host. Its kernels of
     `torch.unique` and `torch.unique_consecutive` crash, so the host computes both; that of `index_reduce` crashes for
     more than one dimension. Its `avg_pool1d` has no gradient, its `elu` divides positive numbers by the `alpha` of
     `celu`, its maxima and minima take infinity for the largest finite number, its sort doesn't put NaN last, and its
@@ -85,6 +86,7 @@ def patch_kernels(platform: str) -> None:
         library.impl("copy_", partial(_copy, copy), "PrivateUse1", with_keyset=True)
         if platform == "CPU":
             library.impl("cumsum", _cumsum, "PrivateUse1")
+        library.impl("adaptive_max_pool2d_backward", _adaptive_max_pool2d_backward, "PrivateUse1")
         library.impl("elu", _elu, "PrivateUse1")
         library.impl("index_reduce", _index_reduce, "PrivateUse1")
         library.impl("index_reduce_", _index_reduce_, "PrivateUse1")
@@ -152,6 +154,11 @@ _PADDING_KERNELS: dict[str, Callable[..., Any]] = {
     **{f"replication_pad{n}d": _replication_pad for n in (1, 2, 3)},
     **{f"replication_pad{n}d_backward": _replication_pad_backward for n in (1, 2, 3)},
 }
+
+
+def _adaptive_max_pool2d_backward(gradient: Tensor, tensor: Tensor, indices: Tensor) -> Tensor:
+    flat = torch.zeros_like(tensor).flatten(-2)
+    return flat.scatter_add(-1, indices.flatten(-2), gradient.flatten(-2)).view_as(tensor)
 
 
 def _max_pool(
