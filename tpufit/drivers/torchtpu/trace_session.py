@@ -104,7 +104,8 @@ class Session(TorchDispatchMode):
                 f"the step draws random numbers by {func.name()}, which torch_tpu traces only where its device is. "
                 "Draw them by F.dropout, or run the preflight with torch_xla: pip install 'tpufit[preflight]'"
             )
-        self.note(_tensors_in(args, kwargs))
+        inputs = list(_tensors_in(args, kwargs))
+        self.note(inputs)
         for i, name in _written_arguments(func):
             for tensor in _tensors_in(args[i : i + 1] or (kwargs.get(name),), {}):
                 self._note_change(tensor)
@@ -115,8 +116,14 @@ class Session(TorchDispatchMode):
             if not any(part in text for part in (*_READS_A_VALUE, _LACKS_OPERATION)):
                 raise
             self._fallbacks(func.name())
-            result = self._compute(func, args, kwargs, on_host=_LACKS_OPERATION in text)
-        self.note(_tensors_in((result,), {}))
+            return self._compute(func, args, kwargs, on_host=_LACKS_OPERATION in text)
+        results = _tensors_in((result,), {})
+        if any(map(on_tpu, inputs)):  # the results have no value: asking TorchTPU would take longer than the operation
+            for tensor in results:
+                if on_tpu(tensor) and not self._knows(identify_storage(tensor)):
+                    self._add_new(tensor)
+        else:
+            self.note(results)
         return result
 
     def note(self, tensors: Iterable[Tensor]) -> None:
@@ -129,12 +136,7 @@ class Session(TorchDispatchMode):
         if tensor.is_cpu:  # a cheap test for most of the others
             return
         storage = identify_storage(tensor)
-        if (
-            storage in self._new_storages
-            or storage in self._shown_values
-            or storage in self._direct_values
-            or not on_tpu(tensor)
-        ):
+        if self._knows(storage) or not on_tpu(tensor):
             return
         base = tensor._base
         if base is not None and identify_storage(base) != storage:  # the view has other memory now
@@ -144,8 +146,15 @@ class Session(TorchDispatchMode):
             if base is not None:  # changes of a view must show in its base
                 self._show_stand_in(base)
         else:  # a result, or a part of an operation that modes don't see, such as an LSTM
-            self._new_storages.add(storage)
-            self._storages.append(tensor.untyped_storage())
+            self._add_new(tensor)
+
+    def _knows(self, storage: int) -> bool:
+        return storage in self._new_storages or storage in self._shown_values or storage in self._direct_values
+
+    def _add_new(self, tensor: Tensor) -> None:
+        """Add a tensor that the trace has created."""
+        self._new_storages.add(identify_storage(tensor))
+        self._storages.append(tensor.untyped_storage())
 
     def _show_stand_in(self, tensor: Tensor) -> None:
         """Let a tensor with a value show a stand-in until the trace ends; tensors with shared memory share it."""
