@@ -57,11 +57,11 @@ python tests/operation_table.py --dtype float32 nn.functional.elu
 MIXED = """\
 ## Beyond the table
 
-Each of the table's samples has a single dtype. torch_xla alone also differs from PyTorch in the following lines, where
-`x` is an `int64` tensor on the device, `m` a mask, and `f`, `a` and `b` are tensors of floats. With tpufit these lines
-are right.
+Each sample of the table has a single dtype. torch_xla alone also differs from PyTorch in the following expressions,
+where `x` is an `int64` tensor on the device, `m` a mask, and `f`, `a` and `b` are tensors of floats. With tpufit these
+expressions are right.
 
-| line | torch_xla alone |
+| expression | torch_xla alone |
 | --- | --- |
 | `torch.where(m, x, 0.5 * x)` | the result is `int64`: 0.5 becomes 0 |
 | `x.clamp(max=4.5)` | 4 instead of 4.5 |
