@@ -285,7 +285,7 @@ def _is_from_lightning(kind: type) -> bool:
 
 
 def _may_run_user_code(callback: object) -> bool:
-    """True if a callback may change values that a step's Python reads; `only_writes` hooks don't run on every host."""
+    """True if a callback may change values that a step's Python reads. `only_writes` callbacks change none."""
     ours = type(callback).__module__.startswith(f"{__package__}.") and not getattr(callback, "reads_weights", True)
     return not ours and not getattr(callback, "only_writes", False)
 

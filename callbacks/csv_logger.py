@@ -19,7 +19,7 @@ class CSVLogger(Callback):
 
     A log that is missing in an epoch, such as `val_loss` without a validation, is `NA`. An array becomes `[a, b]`. A
     resumed training continues its file, with each epoch once. If the disk is full, a warning says so, and the row is
-    written with the next row; the third failure in a row is an error.
+    written with the next row; the third consecutive failure is an error.
 
     Args:
         filename: The file, e.g. `"run/log.csv"`, or its URL (`"gs://..."`). Missing folders are made.

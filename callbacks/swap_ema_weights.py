@@ -38,7 +38,7 @@ class SwapEMAWeights(Callback):
         self._misled: list[str] = []  # callbacks that keep an epoch's weights, but rate it by its averages
 
     def set_callbacks(self, callbacks: Sequence[Any]) -> None:
-        """Find the callbacks that restore weights, among a run's callbacks."""
+        """Find the callbacks that choose an epoch by the averages, but would restore its trained weights."""
         later = callbacks[callbacks.index(self) :] if self.swap_on_epoch else ()
         self._misled = [
             type(callback).__name__

@@ -303,7 +303,7 @@ def test_without_jax_attention_stays_plain(monkeypatch):
 
 
 def test_few_keys_stay_plain_unless_flash_is_requested():
-    assert form_of("auto", shape=(1, 2, 128, 64)) == ("plain: 128 positions are few", [])
+    assert form_of("auto", shape=(1, 2, 128, 64)) == ("plain: 128 positions are fewer than 1024", [])
     assert form_of("flash", shape=(1, 2, 128, 64)) == ("flash", [])
 
 

@@ -174,7 +174,8 @@ def test_a_full_gpu_gives_a_clear_error(gpu):
     error = translate(torch.OutOfMemoryError(words))
     assert type(error) is OutOfMemoryError
     first, second = str(error).split("\n")
-    assert first == "the device has no room: 2.00 GiB more were asked for, 1.10 GiB are free. Take a smaller batch_size"
+    need = "it requested 2.00 GiB more, and 1.10 GiB are free"
+    assert first == f"the device has no room: {need}. Take a smaller batch_size"
     assert second == f"PyTorch says: {words}"
 
 

@@ -49,13 +49,13 @@ LOAD = StepMemory(
             "RESOURCE_EXHAUSTED: Error loading program: Attempting to reserve 7.04G at the bottom of memory. That was "
             "not possible. There are 6.90G free, 0B reserved, and 6.90G reservable.",
             OutOfMemoryError,
-            "7.04G more were asked for, 6.90G are free",
+            "it requested 7.04G more, and 6.90G are free",
         ),
         (
             "Bad StatusOr access: RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to allocate 196.00M. "
             "That was not possible. There are 134.44M free.; (1x0x0_HBM0)",
             OutOfMemoryError,
-            "196.00M more were asked for, 134.44M are free",
+            "it requested 196.00M more, and 134.44M are free",
         ),
         ("Error preparing computation: Out of memory allocating 24000000000336 bytes.", OutOfMemoryError, "21.83 TiB"),
         (

@@ -376,9 +376,9 @@ def test_a_profile_that_was_not_written_is_seen(cores, tmp_path, monkeypatch):
 def test_the_slice_of_each_host_is_known(monkeypatch):
     for chips, name in (((CHIPS["0x0063"],) * 8, "v5e-8"), ((CHIPS["0x005e"],) * 4, "v4-8"), ((), "v5e-1")):
         monkeypatch.setattr(speed, "find_chips", lambda found=chips: found)
-        assert speed.slice_here().name == name
+        assert speed.find_local_slice().name == name
     monkeypatch.setattr(speed, "find_chips", lambda: (CHIPS["0x0027"],) * 4)
-    assert speed.slice_here().name == "v3-8"
+    assert speed.find_local_slice().name == "v3-8"
 
 
 def test_the_report_names_nobody():

@@ -11,14 +11,14 @@ def compare(
     rewrite: Callable[[str], str], compute: Callable[..., Tensor], *values: Tensor
 ) -> tuple[Tensor, Tensor, str]:
     """Return the results of a computation by its graph's text, unchanged and rewritten; and the rewritten text."""
-    from tpufit.drivers.torchtpu.compute_modes import computing, noting
+    from tpufit.drivers.torchtpu.compute_modes import computing, recording
     from tpufit.drivers.torchtpu.private_names import names
     from tpufit.drivers.torchtpu.programs import compile_text, text_of
 
     runtime.start(1, "test")
     with computing():
         there = [value.to("tpu") for value in values]
-    with noting():
+    with recording():
         given = [names().placeholder(list(value.shape), value.dtype, False) for value in values]
         result = compute(*given)
     text = text_of([result], given)

@@ -88,8 +88,8 @@ def checkpoint_callbacks(callbacks: Iterable[Any]) -> list[tuple[Any, AsyncCheck
 
 
 @contextmanager
-def restore_open_runs(callbacks: Iterable[Any]) -> Iterator[None]:
-    """Return a context that closes run directories opened in it, even if the callbacks' end is interrupted.
+def closing_new_runs(callbacks: Iterable[Any]) -> Iterator[None]:
+    """A context that closes run directories opened in it, even if the callbacks' end hooks are interrupted.
 
     Otherwise the lock would block the next `fit` in a notebook.
     """

@@ -97,7 +97,7 @@ def _list_lost_optimizer_values(optimizers: Mapping[str, Optimizer]) -> list[str
 def warn_of_lost(names: list[str]) -> None:
     """Warn about attributes that training changes and checkpoints can't save."""
     warn(
-        f"checkpoints can't save {join_few(names)}, which changes in training: a resumed fit starts with your script's "
+        f"checkpoints can't save {join_few(names)}, changed by training: a resumed fit starts with your script's "
         "value. Use numbers, strings, random generators and small tensors or lists of them; or buffers, in a module; "
         "or give the object state_dict and load_state_dict"
     )

@@ -244,7 +244,7 @@ def _explain_failure(trial: Trial) -> str:
     """Return the cure for a failed training."""
     if trial.status is None:
         return "it hangs: check above for processes on the TPU and variables of another run; then restart the TPU"
-    return "the message above says what to do; if not, see the rows before it, or send this text"
+    return "follow the message above; if it gives no cure, check the rows before it, or report this text as an issue"
 
 
 CHECKS = (

@@ -66,7 +66,7 @@ class _Held(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """A sample of values in memory that others than PyTorch may change, when it was read."""
+    """Some values of memory whose changes PyTorch doesn't count, copied when the batch was read."""
 
     memory: Any  # the flat iterator of an array
     values: bytes

@@ -34,7 +34,7 @@ class Pass:
         waited: The part of that time in which the loop had no batch.
         tokens: The number of tokens in the rows, including padding; 0 if they aren't texts.
         operations: The operations that the steps computed; 0 if they weren't counted.
-        begun: The pass after its first graph, which may have been compiled; None if unknown.
+        begun: This pass's totals after its first graph, which may have been compiled; None if unknown.
     """
 
     role: str
@@ -250,8 +250,8 @@ def group_attention_forms(forms: Mapping[str, str]) -> dict[str, str]:
     """Group the layers by their form of attention, for a table.
 
     Example:
-        >>> group_attention_forms({"blocks.0": "flash", "blocks.1": "flash", "head": "plain: 64 positions are few"})
-        {'flash attention': 'blocks.0, blocks.1', 'plain attention': 'head (64 positions are few)'}
+        >>> group_attention_forms({"blocks.0": "flash", "blocks.1": "flash", "head": "plain: it has dropout"})
+        {'flash attention': 'blocks.0, blocks.1', 'plain attention': 'head (it has dropout)'}
     """
     layers: dict[str, list[str]] = {}
     for layer, form in forms.items():

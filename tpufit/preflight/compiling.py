@@ -200,7 +200,7 @@ def read_figures(program: Any) -> dict[str, Any]:
 
 
 def estimate_loop_costs(text: str) -> dict[str, dict[str, float]]:
-    """Return the figures of one iteration of each loop, by its body's name. The whole program's figures include it."""
+    """Return the figures of one iteration of each loop, by its body's name. The program's figures include them."""
     from jax._src.lib import xla_client
 
     costs: dict[str, dict[str, float]] = {}

@@ -323,7 +323,7 @@ class Comparison:
 
     @property
     def cheapest(self) -> PreflightReport | None:
-        """The report of the fitting slice with the lowest estimated list price a row; None if none fits.
+        """The report of the fitting slice with the lowest estimated list price per row; None if none fits.
 
         Slices without a published price are left out.
         """

@@ -17,7 +17,7 @@ from .program_recorder import Recorder
 
 @dataclass(frozen=True)
 class AbsentPlacement(CorePlacement):
-    """The common part of each runtime's absent cores. As a base class it precedes the runtime's own placement."""
+    """What all runtimes' absent cores share. List it before the runtime's own placement in the bases."""
 
     recorder: Recorder = field(default_factory=Recorder, compare=False)
 
@@ -34,7 +34,7 @@ class AbsentPlacement(CorePlacement):
         return True
 
     def send(self, tensors: Sequence[Tensor], sharding: Sharding | Sequence[Sharding] = Sharding.WHOLE) -> list[Tensor]:
-        sent = super().send(tensors, sharding)  # type: ignore[safe-super]  # that of the runtime's placement
+        sent = super().send(tensors, sharding)  # type: ignore[safe-super]  # super() is the runtime's placement
         if sent:
             self.recorder.note(sent, [one.axis for one in sharding_of_each(sharding, len(sent))])
         return sent

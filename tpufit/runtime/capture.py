@@ -78,7 +78,7 @@ def undoing(state: HeldState) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Before:
-    """What is known before a trace, which replaces the sums and the memory of the state's tensors."""
+    """What to note before a trace, because a trace replaces the sums and the memory of the state's tensors."""
 
     target: Target
     view: TraceView  # the state as the trace sees it
@@ -117,7 +117,7 @@ class Before:
         return Capture(self, outputs, obstacle, new, young, released)
 
     def compute_stored(self, new: Sequence[Tensor], outputs: Any = None) -> None:
-        """Compute the tensors among `new` that the body of a trace that isn't run has stored, e.g. in a cache.
+        """For a trace that won't run: compute the tensors of `new` that its body has stored, e.g. in a cache.
 
         Its outputs aren't stored.
         """

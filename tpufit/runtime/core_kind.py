@@ -40,7 +40,7 @@ def has_flash(kind: str) -> bool:
 
 
 def repeats_bits(device: torch.device) -> bool:
-    """True if a device gives the same bits when it computes a value twice, in any loops that XLA generates.
+    """True if a value has the same bits in whichever loop XLA computes it.
 
     A CPU's loops differ: one rounds a product before it adds to it, another only rounds the sum.
 

@@ -50,5 +50,5 @@ def role(name: str, cause: str = "") -> Iterator[None]:
 
 
 def count_reads() -> Hashable:
-    """Return a value that changes with each execution and read; a change during a trace means that it was cut."""
+    """Return a value that changes with each execution and read. A change during a trace means that it was split."""
     return driver().count_reads()

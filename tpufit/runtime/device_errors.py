@@ -118,9 +118,9 @@ def _explain_full_memory(text: str, memory: StepMemory | None) -> str:
     if found.needed:
         need = f": it needs {_make_legible(found.needed)} of {_make_legible(found.available)}"
     elif found.free:
-        need = f": {_make_legible(found.requested)} more were asked for, {_make_legible(found.free)} are free"
+        need = f": it requested {_make_legible(found.requested)} more, and {_make_legible(found.free)} are free"
     elif found.requested:
-        need = f": {_make_legible(found.requested)} more were asked for"
+        need = f": it requested {_make_legible(found.requested)} more"
     else:
         need = ""
     if memory is None:

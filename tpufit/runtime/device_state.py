@@ -138,7 +138,7 @@ class HeldState(DeviceState):
         return [i for i in self.packing.find_packable(tensors) if id(self.tensors[i]) not in self.shardings]
 
     def list_present(self) -> list[Tensor]:
-        """Return the tensors, and the tensors that a step has put into new slots."""
+        """Return the state's tensors and all tensors now in its slots, each once."""
         there = {id(tensor): tensor for tensor in self.tensors}
         return list((there | {id(slot.tensor): slot.tensor for slot in self.slots()}).values())
 
@@ -295,7 +295,7 @@ class HeldState(DeviceState):
 
 
 def replace_at(values: list[Tensor], indices: Sequence[int], new: list[Tensor]) -> list[Tensor]:
-    """Return a list with new values at some indices, usually at all indices."""
+    """Replace the values at some indices. If there are as many new values as values, return `new` itself."""
     if len(new) == len(values):
         return new
     values = list(values)

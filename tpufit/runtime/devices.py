@@ -140,7 +140,7 @@ def _host(asked_by: str) -> tuple[int, int]:
 
 
 def may_have_hosts() -> bool:
-    """Return False if it is certain, before the start too, that no other host computes with this one."""
+    """Return False only if no other host can compute with this one. May be called before the start."""
     if _settled is not None:
         return _settled.hosts > 1
     kind = platform()
@@ -195,7 +195,7 @@ def count_available_cores(used: int) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions that the last digits of a training depend on."""
+    """Return the installed versions of torch and the runtime, on which rounding depends."""
     return {name: releases.find_version(name) or "none" for name in ("torch", driver().name)}
 
 

@@ -181,7 +181,7 @@ class Driver(ABC):
         return 0
 
     def find_written(self) -> list[Tensor]:
-        """Return the tensors from before the current trace that it has changed; lazy drivers use `count_pending`."""
+        """Return older tensors that the current trace has changed. Lazy drivers return none, see `count_pending`."""
         return []
 
     def list_own(self) -> list[Tensor]:
@@ -225,7 +225,7 @@ class Driver(ABC):
         """A context for one trace, from its beginning until its graph has run."""
 
     def show_values(self, values: list[Tensor]) -> list[Tensor]:
-        """Return tensors that show values to the current trace, whose changes don't reach the values.
+        """Return tensors with these values for the current trace; changing them doesn't change the values.
 
         A runtime whose values never change in place returns them directly.
         """
@@ -236,7 +236,7 @@ class Driver(ABC):
         return nullcontext()
 
     def resolve(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - by default there are no such tensors
-        """After the current trace has run, give tensors that only show a value the value itself."""
+        """After the current trace has run, replace stand-ins among these tensors by the values that they show."""
 
     @abstractmethod
     def lend_values(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -248,7 +248,7 @@ class Driver(ABC):
 
     @abstractmethod
     def seed_tensors(self, placement: Placement, seeds: Sequence[int], places: Sequence[Place]) -> list[Tensor]:
-        """Return the seeds at these places in other steps, as device tensors in the form of a graph's inputs."""
+        """Return the random states at these places, for these steps' seeds, as device tensors for a graph's inputs."""
 
     @abstractmethod
     def work_of(self, tensor: Tensor) -> Hashable:

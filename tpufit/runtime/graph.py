@@ -37,8 +37,8 @@ class Graph:
     """A compiled graph.
 
     Attributes:
-        hash: Its name for the driver; None if only its outline is known.
-        outline: Its name by `Driver.outline_of`.
+        hash: The result of `Driver.hash_of`; None if only its outline is known.
+        outline: The result of `Driver.outline_of`.
         sources: The list that each input is in, `"state"`, `"sum"`, `"input"`, `"seed"` or `"constant"`, and its index.
         constants: The inputs that are equal at every call.
         names: The names of tensors in the user's Python when it was traced, by the identity of their memory.
@@ -84,7 +84,7 @@ class Graph:
     pick: Callable[[list[Any]], Sequence[Tensor]] = field(init=False)
 
     def arrange(self, sizes: Mapping[str, int]) -> None:
-        """Turn the sources into indices of one list, which consists of parts of these sizes."""
+        """Set `pick`: the inputs' indices in one list that joins lists of these sizes, in their order."""
         first = {}
         total = 0
         for name, size in sizes.items():

@@ -12,7 +12,7 @@ from .driver import driver
 
 # The number of steps between two waits from which the pace is measured; fewer steps may include compilations.
 _LONG_RUN = 16
-# If the number of pending steps per role is small, all roles and models together may have this many times as many.
+# If a role's limit is small, the limit for all roles and models together is this multiple of it.
 _ALL_ROLES_FACTOR = 3
 _SMALL_LIMIT = 32
 
@@ -38,7 +38,7 @@ class RunsAhead(InFlight):
         _all.add(self)
 
     def add(self, result: Tensor, nbytes: int) -> Tensor | None:
-        """Note a step that was just started. **This may wait** for an older step, half of the limit back."""
+        """Record a started step. At the limit, **this waits** for the older half of the pending steps."""
         if self._has_small_limit:
             self._make_room()
         self.started.append(result)
@@ -51,7 +51,7 @@ class RunsAhead(InFlight):
         del self.started[:half]
         now = perf_counter()
         seconds_per_step = (now - self._last_wait) / self._steps_since_wait
-        # Let the limit grow at most fourfold at a time, so that even a short pass has a run long enough for the pace.
+        # Grow the limit at most fourfold at a time: without waits, a short pass would never measure its pace.
         limits = (
             self._max_pending,
             4 * self._limit,

@@ -53,28 +53,28 @@ def count_operations(text: str, cores: int = 1) -> int:
     """
     terms = 0
     for result, kind, left, right, attributes in _PRODUCT.findall(text):
-        count = _of_product if kind == "dot" else _of_convolution
-        terms += count(_numbers(result), _numbers(left), _numbers(right), attributes)
+        count = _count_in_product if kind == "dot" else _count_in_convolution
+        terms += count(_parse_numbers(result), _parse_numbers(left), _parse_numbers(right), attributes)
     for kind, attributes, left, right, result in _STABLE.findall(text):
         count = _of_stable_convolution if kind == "convolution" else _of_stable_product
-        terms += count(_numbers(result), _numbers(left), _numbers(right), attributes)
+        terms += count(_parse_numbers(result), _parse_numbers(left), _parse_numbers(right), attributes)
     kernels = filter(None, map(find_kernel_work, text.splitlines()))
     return 2 * terms + cores * sum(kernel.operations for kernel in kernels)
 
 
-def _of_product(result: Shape, left: Shape, right: Shape, attributes: str) -> int:
+def _count_in_product(result: Shape, left: Shape, right: Shape, attributes: str) -> int:
     contracted = _CONTRACTED.search(attributes)
-    over = _numbers(contracted[1]) if contracted else []
+    over = _parse_numbers(contracted[1]) if contracted else []
     return math.prod(result) * math.prod(left[i] for i in over)
 
 
 def _of_stable_product(result: Shape, left: Shape, right: Shape, attributes: str) -> int:
     contracted = _STABLE_CONTRACTED.search(attributes)
-    over = _numbers(contracted[1]) if contracted else [len(left) - 1]
+    over = _parse_numbers(contracted[1]) if contracted else [len(left) - 1]
     return math.prod(result) * math.prod(left[i] for i in over)
 
 
-def _of_convolution(result: Shape, images: Shape, kernel: Shape, attributes: str) -> int:
+def _count_in_convolution(result: Shape, images: Shape, kernel: Shape, attributes: str) -> int:
     labels, window = _LABELS.search(attributes), _WINDOW.search(attributes)
     assert labels is not None
     given: dict[str, str] = dict(pair.split("=") for pair in window[1].split()) if window else {}
@@ -84,8 +84,8 @@ def _of_convolution(result: Shape, images: Shape, kernel: Shape, attributes: str
         before = int(at.get("pad", "0_0").partition("_")[0])
         stride, dilation, image_dilation = (int(at.get(key, 1)) for key in ("stride", "rhs_dilate", "lhs_dilate"))
         windows.append(_Window(stride, dilation, image_dilation, before))
-    named = _named(labels[1], images), _named(labels[2], kernel), _named(labels[3], result)
-    return _terms(*named, windows, _groups(attributes))
+    named = _name_sizes(labels[1], images), _name_sizes(labels[2], kernel), _name_sizes(labels[3], result)
+    return _count_terms(*named, windows, _parse_groups(attributes))
 
 
 def _of_stable_convolution(result: Shape, images: Shape, kernel: Shape, attributes: str) -> int:
@@ -94,41 +94,41 @@ def _of_stable_convolution(result: Shape, images: Shape, kernel: Shape, attribut
 
     def parse(name: str) -> list[int]:
         found = re.search(rf"{name} = \[([\d, ]*)\]", attributes)
-        return _numbers(found[1]) if found else [1] * (len(result) - 2)
+        return _parse_numbers(found[1]) if found else [1] * (len(result) - 2)
 
     pads = re.search(r"pad = \[(.*?)\]\]", attributes)  # before and after, for each dimension
-    before = _numbers(pads[1])[::2] if pads else [0] * (len(result) - 2)
+    before = _parse_numbers(pads[1])[::2] if pads else [0] * (len(result) - 2)
     windows = list(map(_Window, parse("stride"), parse("rhs_dilate"), parse("lhs_dilate"), before))
     of_images, of_kernel, of_result = (labels[i].split(", ") for i in (1, 2, 3))
-    named = _named(of_images, images), _named(of_kernel, kernel), _named(of_result, result)
-    return _terms(*named, windows, _groups(attributes))
+    named = _name_sizes(of_images, images), _name_sizes(of_kernel, kernel), _name_sizes(of_result, result)
+    return _count_terms(*named, windows, _parse_groups(attributes))
 
 
-def _named(names: Sequence[str], shape: Shape) -> dict[str, int]:
+def _name_sizes(names: Sequence[str], shape: Shape) -> dict[str, int]:
     return dict(zip(names, shape, strict=True))
 
 
-def _terms(
+def _count_terms(
     images: dict[str, int], kernel: dict[str, int], result: dict[str, int], windows: list[_Window], groups: int
 ) -> int:
-    """Count the products that a convolution sums, without products with padding or the gaps of dilation."""
+    """Count a convolution's products, except with padding or the gaps of dilation."""
     # The kernel's shape already accounts for groups of features.
     terms = kernel["i"] * kernel["o"] * images["b"] // groups
     for i, window in enumerate(windows):
-        terms *= _overlaps(images[str(i)], kernel[str(i)], result[str(i)], window)
+        terms *= _count_overlaps(images[str(i)], kernel[str(i)], result[str(i)], window)
     return terms
 
 
-def _overlaps(images: int, kernel: int, result: int, window: _Window) -> int:
+def _count_overlaps(images: int, kernel: int, result: int, window: _Window) -> int:
     """Count the pairs of positions in result and kernel that meet a position of the images, in one dimension."""
     places = (out * window.stride + k * window.dilation - window.before for out in range(result) for k in range(kernel))
     return sum(place % window.image_dilation == 0 and 0 <= place // window.image_dilation < images for place in places)
 
 
-def _groups(attributes: str) -> int:
+def _parse_groups(attributes: str) -> int:
     found = _GROUPS.search(attributes)
     return int(found[1]) if found else 1
 
 
-def _numbers(text: str) -> Shape:
+def _parse_numbers(text: str) -> Shape:
     return [int(number) for number in re.findall(r"-?\d+", text)]

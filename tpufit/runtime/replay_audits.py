@@ -45,7 +45,7 @@ class Audits:
             since.interval = _FIRST_INTERVAL
 
     def note_user_code(self, every_batch: bool) -> None:
-        """Note that user code has run between steps; unless it runs at `every_batch`, graphs can be audited at once."""
+        """Note that user code has run between steps; unless it runs at `every_batch`, all graphs become due."""
         self._user_code_runs += 1
         if not every_batch:
             self._audited.clear()
@@ -94,7 +94,7 @@ class Audits:
         self._ended = perf_counter()
 
     def note_audit(self, key: Hashable, seconds: float, agreed: bool) -> None:
-        """Note an audit. If its graph differs from the replayed one, all graphs are audited before the next replay."""
+        """Note an audit. If its graph differs from the replayed one, all other graphs are due for an audit too."""
         interval = 2 * self._since[key].interval if key in self._audited else _FIRST_INTERVAL
         if not agreed:
             self._audited.clear()

@@ -20,7 +20,7 @@ _CURES = {
     ),
     "it reads": "Return it from train_step as a log, choose with torch.where instead of if, or leave it out",
     "isn't a buffer": (
-        "Register it as a buffer, which steps may change and checkpoints have: self.register_buffer(name, tensor) in "
+        "Register it as a buffer, which steps may change and checkpoints save: self.register_buffer(name, tensor) in "
         "the module, or in another module that the Model keeps"
     ),
     "share a part": "Keep a copy of one of the two: x.clone()",

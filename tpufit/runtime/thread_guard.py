@@ -22,7 +22,7 @@ _PATIENCE = 2.0
 
 
 class _Guard:
-    """Makes threads wait for the thread that has the tensors, except threads that this one may be waiting for."""
+    """Makes threads wait for the thread that holds the tensors, unless the holder may be waiting for them."""
 
     def __init__(self) -> None:
         self._busy = RLock()  # reentrant, because a step may train another model
@@ -67,7 +67,7 @@ def guarding(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def unguarding() -> AbstractContextManager[None]:
-    """A context in which this thread reads guarded tensors as fast as others. Only the engine's own code needs it.
+    """A context in which this thread bypasses the guard, to read tensors fast. Only for the engine's own code.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))

@@ -168,7 +168,7 @@ def showing(state: HeldState) -> Iterator[TraceView]:
 
 
 def _begin(state: HeldState) -> TraceView:
-    """Let the user's tensors show values in the device's order of dimensions."""
+    """Let the user's tensors show the state's values; packed values show in the user's order of dimensions."""
     tensors = state.tensors
     slots_before = state.slots()
     values = list(tensors)

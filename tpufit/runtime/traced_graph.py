@@ -102,6 +102,6 @@ class StartedGraph:
 
 
 def resolve(result: Any, target: Target) -> None:
-    """Give the tensors of a trace's result and sums that only show a value the value itself."""
+    """Replace the stand-ins in a trace's result and sums by the values that they show."""
     leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and on_device(leaf)]
     driver().resolve([*leaves, *target.sums.tensors])

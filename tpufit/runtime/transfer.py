@@ -244,7 +244,7 @@ def _refuse_shared_memory(tensors: Sequence[Tensor], names: Names) -> None:
 
 
 def _select_bytes(memory: Tensor, tensor: Tensor) -> Tensor:
-    """Return a view of the elements of `memory` at the places of the tensor's bytes in its storage."""
+    """Return a view of `memory`, which has an element per byte of a storage, at a tensor's bytes."""
     size = tensor.itemsize
     strides = [stride * size for stride in tensor.stride()]
     return memory.as_strided((*tensor.shape, size), (*strides, 1), int(tensor.storage_offset()) * size)

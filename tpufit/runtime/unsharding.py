@@ -98,7 +98,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _After(torch.autograd.Function):
-    """Returns the same weight as a tensor that the compiler can't compute before another tensor."""
+    """Returns a weight behind a barrier, so that it isn't gathered before another tensor is computed."""
 
     @staticmethod
     def forward(ctx: Any, placement: Placement, sharding: Sharding, weight: Tensor, other: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class Packing:
     def find_packable(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return the indices of tensors that are kept in another order: weights of convolutions and similar tensors.
 
-        Weights with few input channels, of a first layer or a depthwise convolution, are kept as convolutions use them.
+        Weights with few input channels (first layers, depthwise convolutions) keep PyTorch's order, which suits them.
         """
         if self.placement is None or not self.placement.packs:
             return []

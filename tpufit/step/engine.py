@@ -102,7 +102,7 @@ class RunLog:
     since: Counts = field(default_factory=counts)  # at the start of the last `fit`
     first_bad_step: int | None = None  # the first step of the last `fit` whose logs were not finite
     training: Tally | None = None  # of the last training pass
-    predicted: float | None = None  # seconds a training step, according to the last preflight
+    predicted: float | None = None  # seconds per training step, according to the last preflight
     data: Mapping[str, str] = field(default_factory=dict)  # facts about the data of the last `fit`, for the report
     last_saved: str | None = None  # path of weights or a checkpoint
     wanted_saves: list[Any] = field(default_factory=list)  # requested by callbacks, as pairs of a writer and a score
@@ -405,7 +405,7 @@ class Engine:
 
     @contextmanager
     def translating_device_errors(self) -> Iterator[None]:
-        """A context that turns a device error that lost the weights into a `StateLostError`.
+        """A context that raises the device's errors as tpufit's: a `StateLostError` if weights are lost.
 
         Most errors of a step surface later, when the host next waits for the device.
         """

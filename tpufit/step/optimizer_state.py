@@ -71,7 +71,7 @@ class OptimizerState:
 
     @property
     def sends_rates(self) -> bool:
-        """True if its rates are inputs of each step: there are rates, and no inner optimizer shares all its groups."""
+        """True if its rates are inputs of steps: it has rates, and its inner optimizers don't have all its groups."""
         if not self.inner:
             return self.rates is not None
         if not any("lr" in group for group in self.optimizer.param_groups):

@@ -27,18 +27,18 @@ class UntrainedParameters:
         self._warned: list[str] = []  # the names in the last warning
 
     def find_added(self, optimizers: Iterable[Optimizer]) -> list[str]:
-        """Return the names of the module's parameters that require a gradient, but are newer than every optimizer."""
+        """Return the names of the module's parameters without an optimizer that were added after `compile`."""
         known = {id(p) for p in self._compiled} | _list_trained(optimizers)
         named = self._owner.module.named_parameters()
         return [name for name, p in named if p.requires_grad and id(p) not in known]
 
     def drop_gradients(self, tensors: Mapping[str, Tensor], optimizers: Iterable[Optimizer]) -> None:
-        """Drop the gradients that a step has computed for such parameters: nothing else would clear them."""
+        """Drop the gradients of parameters without an optimizer: nothing else would clear them."""
         for parameter in _find_untrained(tensors, optimizers).values():
             parameter.grad = None
 
     def warn_of_gradients(self, tensors: Mapping[str, Tensor], optimizers: Iterable[Optimizer]) -> None:
-        """Warn of such parameters outside the module for which a step computes a gradient.
+        """Warn of gradients of parameters outside the module that no optimizer has.
 
         The module's own parameters may be left out on purpose.
         """

@@ -102,7 +102,7 @@ def check_weights(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], d
     others = [f"{n}: {given[n].dtype} then, {t.dtype} now" for n, t in expected.items() if given[n].dtype != t.dtype]
     if dtypes and others:
         raise CheckpointMismatchError(
-            f"the checkpoint has other dtypes: {join_few(others)}. call compile with the precision of the checkpoint"
+            f"the checkpoint has other dtypes: {join_few(others)}. Call compile with the checkpoint's precision"
         )
 
 

@@ -1,1 +1,1 @@
-"""The loops over epochs and batches. `tpufit.step` explains the words capture, replay, hold and expose."""
+"""The loops over epochs and batches. `docs/words.md` explains terms such as capture, replay and hold."""

@@ -77,13 +77,13 @@ def _compare_batches(group: list[DeviceGroup], place: str, done: int, per_host: 
     smallest = int(-smallest)
     if most != fewest and not per_host:
         raise HostError(
-            f"after {done} batches of this pass ({place}) this host has {len(group)} more, and others have from "
-            f"{fewest} to {most}: give all hosts the same data, or use tpufit.data.PerHost for different data"
+            f"after {done} batches of this pass ({place}) this host has {len(group)} more, but there are {fewest} to "
+            f"{most} across the hosts: give all hosts the same data, or use tpufit.data.PerHost for different data"
         )
     if most == fewest and largest != smallest:
         raise HostError(
-            f"batch {done + 1} ({place}) has {rows} rows on this host, and from {smallest} to {largest:g} on "
-            "others. Make all batches of one size, e.g. with drop_last=True"
+            f"batch {done + 1} ({place}) has {rows} rows on this host, but {smallest} to {largest:g} across "
+            "the hosts. Make all batches of one size, e.g. with drop_last=True"
         )
     if most == fewest and sum(forms):
         raise HostError(

@@ -132,7 +132,7 @@ def _digest_code(engine: Engine) -> str:
     kinds = {type(part) for part in (engine.model, *(m for module in engine.state.modules for m in module.modules()))}
     classes = {base for kind in kinds for base in kind.__mro__ if not has_fixed_variables(base)}
     functions = sorted(
-        (f"{kind.__qualname__}.{name}", repr(_facts(value.__code__)))
+        (f"{kind.__qualname__}.{name}", repr(_list_code_facts(value.__code__)))
         for kind in classes
         for name, value in vars(kind).items()
         if isfunction(value)
@@ -140,13 +140,13 @@ def _digest_code(engine: Engine) -> str:
     return hashlib.blake2b(repr(functions).encode(), digest_size=8).hexdigest()
 
 
-def _facts(code: CodeType) -> list[Any]:
-    return [code.co_code, code.co_names, *map(_constant, code.co_consts)]
+def _list_code_facts(code: CodeType) -> list[Any]:
+    return [code.co_code, code.co_names, *map(_normalize_constant, code.co_consts)]
 
 
-def _constant(value: Any) -> Any:
+def _normalize_constant(value: Any) -> Any:
     if isinstance(value, CodeType):
-        return _facts(value)
+        return _list_code_facts(value)
     return sorted(map(repr, value)) if isinstance(value, frozenset) else value
 
 

@@ -34,7 +34,7 @@ from time import perf_counter
 from typing import Any
 
 from ..callbacks.callback_list import CallbackList
-from ..checkpoint import Checkpoint, CheckpointManager, Progress, read_progress, restore_open_runs
+from ..checkpoint import Checkpoint, CheckpointManager, Progress, closing_new_runs, read_progress
 from ..data import Stream
 from ..diagnostics import messages
 from ..hosts import barrier
@@ -69,7 +69,7 @@ def fit(
     engine.state.swap_ema(averages=False)  # a callback may have left the averages in the module
     engine.note_modes()
     engine.leave_mode()  # `closing` restores this mode at the end
-    with restore_open_runs(callbacks), closing(callbacks, engine), Interruption() as interruption:
+    with closing_new_runs(callbacks), closing(callbacks, engine), Interruption() as interruption:
         training = _Training(engine, train, validation, callbacks, epochs.stop, limits, interruption)
         if resumed is not None:
             training.manager.load_first(resumed)

@@ -21,7 +21,7 @@ def require_vocabulary(module: nn.Module, *data: Any) -> None:
         while isinstance(texts, (DataLoader, Subset)):
             texts = texts.dataset
         if isinstance(texts, RowsOfTokens):
-            named, others = count_tokens(module)
+            named, others = find_embedding_sizes(module)
             # Other embeddings may not be for tokens, so an explicit vocab_size wins.
             sizes = [] if others and texts.vocab_size is not None else [*named, *others]
             texts.require_vocabulary(max(sizes, default=None), type(module).__name__)
@@ -33,7 +33,7 @@ def require_vocabulary(module: nn.Module, *data: Any) -> None:
                 )
 
 
-def count_tokens(module: nn.Module) -> tuple[list[int], list[int]]:
+def find_embedding_sizes(module: nn.Module) -> tuple[list[int], list[int]]:
     """Return the sizes of a net's embeddings.
 
     Returns:
@@ -41,7 +41,7 @@ def count_tokens(module: nn.Module) -> tuple[list[int], list[int]]:
         embeddings; and the sizes of all embeddings outside of transformers models.
 
     Example:
-        >>> count_tokens(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)))
+        >>> find_embedding_sizes(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)))
         ([], [50])
     """
     find = getattr(module, "get_input_embeddings", None)
@@ -55,7 +55,7 @@ def count_tokens(module: nn.Module) -> tuple[list[int], list[int]]:
         return [size], []
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return [], [module.num_embeddings]
-    parts = [count_tokens(child) for child in module.children()]
+    parts = [find_embedding_sizes(child) for child in module.children()]
     return [n for named, _ in parts for n in named], [n for _, others in parts for n in others]
 
 

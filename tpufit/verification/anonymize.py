@@ -13,7 +13,7 @@ _LONGEST = 1500  # characters
 
 
 def anonymize(text: str) -> str:
-    """Return a text without names of users and hosts, addresses, folders, and the middle if it is long.
+    """Return a text without user names, host names, addresses and folders; a long text loses its middle.
 
     Example:
         >>> anonymize('File "/home/ada/project/train.py", line 3: no host at 10.0.0.2:8470')

@@ -38,12 +38,12 @@ _NETS: dict[str, tuple[Callable[[bool], nets.Task], int]] = {
 _ROWS_ON_CPU = 8
 
 
-def slice_here() -> Slice | None:
+def find_local_slice() -> Slice | None:
     """Return this host's slice, or None if it isn't known; without chips, that of one v5e."""
     found = find_chips()
     if not found:
         return SLICES["v5e-1"]
-    # The PCI bus doesn't distinguish a v2 from a v3; the report names the predicted one.
+    # The PCI bus doesn't distinguish a v2 from a v3: assume a v3.
     return find_slice_of_chips(found, sum(chip.devices for chip in found), SLICES["v3-8"].chip.memory)
 
 
@@ -73,7 +73,7 @@ def predict_speed(setting: Setting) -> Iterator[Figure]:
     """Compile the steps of three nets for this host's TPU, before a process uses it."""
     began = perf_counter()
     large = bool(find_chips())
-    tpu = slice_here()
+    tpu = find_local_slice()
     if tpu is None:
         yield Figure("preflight", "this TPU isn't known")
         return

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...errors import PreflightError
 from ...runtime.absent_cores import AbsentPlacement
 from ...runtime.aliases import identify_storage
-from .compute_modes import noting
+from .compute_modes import recording
 from .one_core import OneCore, Program
 from .placement import TpuCore
 from .private_names import names
@@ -49,7 +49,7 @@ class ValuelessCores(OneCore):
 
     def send(self, tensors: Sequence[Tensor], axes: Sequence[int | None]) -> list[Tensor]:
         sent = []
-        with noting(), torch.no_grad():
+        with recording(), torch.no_grad():
             for tensor, axis in zip(tensors, axes, strict=True):
                 absent = names().placeholder(list(tensor.shape), tensor.dtype, False)
                 self._note(absent, axis)

@@ -16,7 +16,7 @@ from .tensor_identity import on_tpu
 def computing() -> Iterator[None]:
     """A context in which operations are computed, also during a trace; neither the trace nor a watch sees them."""
     names().push_mode(names().modes.DEFER_AND_FUSE)
-    # Each step computes twice outside of any trace, and PyTorch takes some microseconds to find no mode.
+    # Skipped without modes: it takes microseconds, and each step enters this twice outside of traces.
     modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
     try:
         with modes, torch._C.DisableTorchFunction():
@@ -26,7 +26,7 @@ def computing() -> Iterator[None]:
 
 
 @contextmanager
-def noting() -> Iterator[None]:
+def recording() -> Iterator[None]:
     """A context in which operations are only recorded."""
     names().push_mode(names().modes.INTERNAL_COMPILE_FX_GRAPH)
     try:

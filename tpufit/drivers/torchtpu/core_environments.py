@@ -58,7 +58,7 @@ def count_requested(request: CoresRequest, there: int) -> int:
     return request.count or max(there, 1)
 
 
-def choosing_core(index: int | None) -> dict[str, str]:
+def make_core_variables(index: int | None) -> dict[str, str]:
     """Return the variables by which libtpu takes only the chip of one core; none without an index.
 
     Raises:
@@ -136,7 +136,7 @@ def _own_address(host: Host) -> str:
 def other_machine(address: str, addresses: Iterable[str]) -> str | None:
     """Return an address of another machine, if this machine's address is only valid on itself.
 
-    Debian's `/etc/hosts` gives a machine's own name such an address, which process 0 finds on its route to itself.
+    Debian's `/etc/hosts` maps a machine's own name to a loopback address, so process 0's route to itself is loopback.
 
     Example:
         >>> other_machine("127.0.1.1", ["127.0.1.1", "10.0.0.2"])

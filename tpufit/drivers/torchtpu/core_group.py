@@ -25,7 +25,7 @@ from torch import Tensor
 from ...errors import PlacementError, StartError
 from ...hosts import all_reduce_max
 from ...utils.uninterrupted import uninterrupted
-from .compute_modes import computing, noting
+from .compute_modes import computing, recording
 from .core_connections import CoreConnections
 from .core_tensors import CorePart, CoreTensors, TensorRecord
 from .host import Host
@@ -163,7 +163,7 @@ class CoreGroup(OneCore):
     @staticmethod
     def _placeholder(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a new tensor that stands for one that is split over the cores."""
-        with noting():
+        with recording():
             tensor: Tensor = names().placeholder(list(shape), dtype, False)
         return tensor
 
@@ -251,7 +251,7 @@ class CoreGroup(OneCore):
         all_reduce_max([])  # waits until all hosts are here
         kind = tuple(tensor.shape), tensor.dtype, self.axis_of(tensor)
         if kind not in self._gathers:
-            with noting():
+            with recording():
                 argument: Tensor = names().placeholder(list(tensor.shape), tensor.dtype, False)
                 text = text_of([argument.clone()], [argument])
             with computing():

@@ -19,7 +19,7 @@ from ...runtime.driver import CoresRequest, Driver, Trace
 from ...runtime.trace_seeds import Place, TraceSeeds
 from . import core_environments, dropout_bits, start
 from .absent_cores import AbsentSeeds, AbsentTpu, ValuelessCores, register_without_device
-from .compute_modes import computing, noting, printing
+from .compute_modes import computing, printing, recording
 from .core_group import CoreGroup
 from .host import find_host
 from .jax_calls import JaxCalls
@@ -183,7 +183,7 @@ class TorchTpuDriver(Driver):
             copies: list[Tensor] = names().barrier(list(tensors))
             return copies
         # PyTorch's activation checkpointing records each operation, and must not see this one.
-        with noting(), _disable_current_modes():
+        with recording(), _disable_current_modes():
             session.note(tensors)
             results: list[Tensor] = names().barrier(list(tensors))
             session.note(results)
@@ -212,7 +212,7 @@ class TorchTpuDriver(Driver):
     @contextmanager
     def body(self) -> Iterator[None]:
         session = self._session
-        tracing = nullcontext() if session is None else noting()
+        tracing = nullcontext() if session is None else recording()
         with tracing, session or nullcontext(), printing(), warnings.catch_warnings():
             # TorchTPU itself causes these warnings when it copies a tensor or computes a loss.
             for message in (

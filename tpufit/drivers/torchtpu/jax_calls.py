@@ -105,7 +105,7 @@ def _as_function(module: str, name: str) -> _Function:
         text = operation.get_asm(enable_debug_info=True, use_local_scope=True)
         main = next(op for op in operation.regions[0].blocks[0].operations if op.name.value == "main")
         types = [str(result) for result in main.type.results]
-    scope = find_mark(text)  # in newer releases of JAX only the call of a kernel's function has it
+    scope = find_mark(text)  # newer JAX writes the mark only at the call of the kernel's function
     lines = [_RESULT_NAME.sub("", _shorten_locations(line, scope)) for line in text.strip().split("\n")[1:-1]]
     body = "\n".join(lines)
     name = f"{name}_{hashlib.blake2b(body.encode(), digest_size=8).hexdigest()}"

@@ -43,18 +43,24 @@ _ORDERING_KERNELS: dict[str, Callable[..., Any]] = {
 def patch_kernels(platform: str) -> None:
     """Replace kernels of the device, permanently: removing a kernel while another thread runs it would crash.
 
-    TorchTPU's `masked_fill` reads a value that is a tensor. Its `smooth_l1_loss`, and the gradient of adaptive max
-    pooling in one or two dimensions, run on the host. Its kernels of
-    `torch.unique` and `torch.unique_consecutive` crash, so the host computes both; that of `index_reduce` crashes for
-    more than one dimension. Its `avg_pool1d` has no gradient, its `elu` divides positive numbers by the `alpha` of
-    `celu`, its maxima and minima take infinity for the largest finite number, its sort doesn't put NaN last, and its
-    `copy_` also copies the attribute `grad`. `ctc_loss` accepts lengths and targets on the host, as in PyTorch. XLA's
-    plugin for the CPU is too old for TorchTPU's `cumsum`. TorchTPU's `lstm` and `gru` compute in float32 and draw from
-    its own generator, so PyTorch's are used: products, which autocast, and dropouts. Its padding by replication
-    refuses to crop some dimensions, and the gradient ends the process, as it does for dimensions of one element.
-    Gradients of activations don't broadcast their arguments, which jacobians and hessians need: the result has the
-    wrong shape, or the process ends. Second derivatives are missing for its cross-entropy, embedding, max pooling
-    and `repeat_interleave`, and wrong for its `grid_sample`; its max pooling refuses transforms of `torch.func`.
+    The native kernels' faults:
+
+    - `masked_fill` reads a tensor `value` on the host. `smooth_l1_loss`, and the gradient of adaptive max pooling in
+      one or two dimensions, run on the host.
+    - `unique` and `unique_consecutive` crash, so the host computes both. `index_reduce` crashes for more than one
+      dimension.
+    - `avg_pool1d` has no gradient. `elu` divides positive numbers by the `alpha` of `celu`. Maxima and minima take
+      infinity for the largest finite number. Sorting doesn't put NaN last. `copy_` also copies the attribute `grad`.
+    - `ctc_loss` refuses lengths and targets on the host, which PyTorch accepts.
+    - `cumsum` is too new for XLA's plugin for the CPU.
+    - `lstm` and `gru` compute in float32 and draw from TorchTPU's own generator. PyTorch's decompositions replace them:
+      products, which autocast handles, and dropouts.
+    - Padding by replication refuses to crop some dimensions, and its gradient ends the process, also for
+      dimensions of one element.
+    - Gradients of activations don't broadcast their arguments, which jacobians and hessians need: the result has the
+      wrong shape, or the process ends.
+    - Second derivatives are missing for cross-entropy, embedding, max pooling and `repeat_interleave`, and wrong for
+      `grid_sample`. Max pooling refuses transforms of `torch.func`.
 
     Args:
         platform: `"TPU"` or `"CPU"`.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .compile_cache import compile_or_load
-from .compute_modes import noting
+from .compute_modes import recording
 from .core_layouts import layout_of, write_layouts
 from .private_names import names
 from .rewrite_indices import narrow_indices
@@ -116,7 +116,7 @@ def _main(text: str) -> tuple[re.Match[str], int]:
 
 def text_of(roots: Sequence[Tensor], arguments: Sequence[Tensor]) -> str:
     """Return the text of the graph that computes `roots` from `arguments`."""
-    with noting():
+    with recording():
         text: str = names().serialize_text(names().build_mlir(list(roots), list(arguments)))
     return text
 

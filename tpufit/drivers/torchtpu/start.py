@@ -119,7 +119,7 @@ def start(request: CoresRequest, cores: CoresArgument, asked_by: str, interrupte
             )
     if count == 1:
         with core_environments.setting_variables(
-            core_environments.choosing_core(request.index if hardware.find_chips() else None)
+            core_environments.make_core_variables(request.index if hardware.find_chips() else None)
         ):
             start_core()
         return OneCore()

@@ -14,7 +14,7 @@ from ...backend import Placement
 from ...runtime.aliases import identify_storage
 from ...runtime.trace_seeds import Draw, Place, TraceSeeds
 from ...utils.random import to_signed
-from .compute_modes import computing, noting
+from .compute_modes import computing, recording
 from .private_names import names
 from .tensor_identity import handle_of
 from .trace_session import Session
@@ -54,7 +54,7 @@ class TpuSeeds(TraceSeeds):
             return
         with computing():
             native = names().default_generator(0)
-        with noting():
+        with recording():
             self._generator = names().make_generator(native)
         names().set_default_generator(self._generator)
         self._begin(self._first_base())  # for a step that draws before its seed is set

@@ -19,7 +19,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ...errors import PreflightError
 from ...runtime.aliases import identify_storage
-from .compute_modes import computing, noting
+from .compute_modes import computing, recording
 from .jax_calls import JaxCalls
 from .one_core import OneCore
 from .private_names import names
@@ -70,7 +70,7 @@ class Session(TorchDispatchMode):
     def show(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return stand-ins for values."""
         shown = []
-        with noting(), torch.no_grad():
+        with recording(), torch.no_grad():
             for value in values:
                 value = value.detach()
                 argument = names().placeholder(list(value.shape), value.dtype, False)
@@ -168,7 +168,7 @@ class Session(TorchDispatchMode):
             (stand_in,) = self.show([whole])
             self._stand_ins[storage] = stand_in
         if place_of(value) != place_of(stand_in):
-            with noting(), torch.no_grad():
+            with recording(), torch.no_grad():
                 stand_in = stand_in.as_strided(value.shape, value.stride(), value.storage_offset())
         self._user_tensors.append((TensorWeakRef(tensor), value))
         tensor.data = stand_in

@@ -59,7 +59,7 @@ def fill(native: Native, keys: Any, tensor: Tensor, dim: int, index: Tensor, val
 
 
 def repeat(native: Native, keys: Any, tensor: Tensor, times: Sequence[int]) -> Tensor:
-    """`repeat`, also with an empty result, and of a tensor without dimensions without any numbers."""
+    """`repeat`, also with an empty result, and with no repeat counts."""
     if not times:
         return tensor.clone()
     sizes = [1] * (len(times) - tensor.dim()) + list(tensor.shape)

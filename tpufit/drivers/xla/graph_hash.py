@@ -87,8 +87,8 @@ def _identify_operands(pending: Sequence[Tensor]) -> str:
 def _hash_operands(text: str) -> str:
     """Hash the operands in a graph's text: each operation by the hashes of its operands, each input by its position.
 
-    The rest of the text is in torch_xla's hash. As there, it doesn't matter whether a result is computed once or twice,
-    as a view is after a change of its base.
+    The rest of the text is in torch_xla's hash. Like that hash, this one ignores whether a result is computed once or
+    twice, e.g. a view after its base changed.
     """
     hashes: dict[str, str] = {}
     inputs = count()

@@ -122,7 +122,7 @@ def _kernels_with_gradients() -> dict[str, Callable[..., Any]]:
     kernels |= {"_fft_r2c": _transform_real, "gather": gathers.gather, "scatter_add": gathers.scatter_add}
     kernels |= dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor"), gathers.fill)
     kernels |= {name: partial(_in_float32, kernels.get(name, _native)) for name in _SCATTERS}
-    return kernels | {_in_place(name): _add_in_place(name) for name in _SCATTERS}
+    return kernels | {_in_place(name): _make_in_place_kernel(name) for name in _SCATTERS}
 
 
 def _kernels_with_any_first_argument() -> dict[str, Callable[..., Any]]:
@@ -245,7 +245,7 @@ def _native(native: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) ->
 
 
 def _in_float32(kernel: Callable[..., Any], native: Any, keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Call a kernel that adds elements in float32 instead of 16 bits, as PyTorch does, and round the result once."""
+    """Call a kernel that adds elements, in float32 instead of 16 bits; round once, as PyTorch does."""
     dtype = kwargs.get("dtype") or tensor.dtype
     if dtype not in _HALF:
         return kernel(native, keys, tensor, *args, **kwargs)
@@ -299,8 +299,8 @@ def _in_place(name: str) -> str:
     return f"{packet}_{dot}{overload}"
 
 
-def _add_in_place(name: str) -> Callable[..., Any]:
-    """Return a kernel for an operation's form that modifies a tensor, which gradients of gathers call."""
+def _make_in_place_kernel(name: str) -> Callable[..., Any]:
+    """Return a kernel for an operation's in-place form, which gradients of gathers call."""
 
     def kernel(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if tensor.dtype in _HALF:
@@ -333,7 +333,7 @@ def _over_all(position: int, native: Callable[..., Any], keys: Any, tensor: Tens
 
 
 def _transform_real(native: Callable[..., Tensor], keys: Any, tensor: Tensor, *args: Any) -> Tensor:
-    """The Fourier transform of real numbers, followed by a product, whose gradient stands between them.
+    """The Fourier transform of real numbers, times 1.0, to separate its gradient from that of a following `irfft`.
 
     Without the product, the gradient of a following `irfft` raised an error, was wrong, or crashed the process, as if
     freed memory were read.

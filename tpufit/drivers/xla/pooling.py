@@ -63,7 +63,8 @@ def max_pool(
     options = (kernel_size, stride, padding, dilation, ceil_mode)
     sizes = _check(name, tensor, *options)[-int(name[-2]) :]
     is_native = all(step == 1 for step in dilation) and not transforming()
-    if not tensor.is_floating_point() or (is_native and name == "max_pool1d"):  # which PyTorch composes of other parts
+    # PyTorch composes max_pool1d from other operations.
+    if not tensor.is_floating_point() or (is_native and name == "max_pool1d"):
         return native(keys, tensor, *options)  # type: ignore[no-any-return]
     if is_native:
         return with_second_derivative(partial(native, keys), operation(name).decompose, tensor, *options)

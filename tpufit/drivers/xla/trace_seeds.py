@@ -72,7 +72,7 @@ class XlaSeeds(TraceSeeds):
 
 
 def seed_tensors(device: str, seeds: Sequence[int], places: Sequence[Place]) -> list[Tensor]:
-    """Return the device's seeds at places in other steps, each as a tensor."""
+    """Return the generator's seeds at these places, advanced from these steps' seeds, each as a tensor."""
     tensors = []
     for step, count in places:
         xla()._xla_set_rng_seed(advance_seed(seeds[step], count), device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core_kind import find_kind, keeps_bfloat16
 from ..trace_context import assuming_finite, trace_context
-from .attention_choice import choose_flash, cores
+from .attention_choice import choose_flash, count_cores
 from .dropout import compute_once, draw_keep_mask, scale_kept
 from .flash import flash
 from .products import product
@@ -88,7 +88,7 @@ def _attend(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention. If queries have one more dimension than keys, they share the keys along it."""
+    """Attention. An extra dimension of the queries holds query heads that share a key head."""
 
     @staticmethod
     def forward(
@@ -195,7 +195,7 @@ class _Narrow(torch.autograd.Function):
             weights = weights.abs()
         score_gradient = weights.to(divisor.dtype) * (weight_gradient - mean)
         product_gradient = (score_gradient * ctx.scale).to(query.dtype)
-        if score_gradient.nbytes > cores() * _FAST_MEMORY:
+        if score_gradient.nbytes > count_cores() * _FAST_MEMORY:
             # Rounded where it is computed, so that half as many bytes are written and read.
             key_gradient = product(f"{q}xy,{q}xz->{k}yz", compute_once(product_gradient), query)
         else:
@@ -275,7 +275,7 @@ def _mean(weights: Tensor, value: Tensor, blind: Tensor | None) -> Tensor:
 
 
 def _quotient(weights: Tensor, divisor: Tensor, value: Tensor, blind: Tensor | None) -> Tensor:
-    """Return the weighted mean, divided after the product, whose result is smaller than the weights."""
+    """Return the weighted mean. Divide the product instead of the weights, because it is smaller."""
     q, k = _indices(weights, value)
     y = (product(f"{q}xy,{k}yz->{q}xz", weights.to(value.dtype), value).to(divisor.dtype) / divisor).to(value.dtype)
     return y if blind is None else y.masked_fill(blind, 0)
@@ -301,7 +301,7 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
 
 
 def _gains_by_bfloat16(query: Tensor, key: Tensor) -> bool:
-    """True if weights in bfloat16 save memory: short sequences, or partial tiles, take more memory in bfloat16."""
+    """True if bfloat16 weights save memory. With short sequences or partial tiles they take more."""
     long = all(x.shape[-2] >= 256 and x.shape[-2] % 128 == 0 for x in (query, key))
     return long and query.dtype is torch.bfloat16 and keeps_bfloat16(find_kind(query.device))
 

@@ -42,7 +42,7 @@ def _has_kernel(kind: str) -> bool:
     return trace_context().interprets_flash or has_flash(kind)
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that share the rows of the current step."""
     placement = trace_context().placement
     return 1 if placement is None else placement.count
@@ -56,15 +56,15 @@ def choose_flash(
     forms, placement = context.attention, context.placement
     if forms is None or placement is None or forms.requested == "plain":
         return None
-    obstacle = _obstacle(query, dropout)
+    obstacle = _find_obstacle(query, dropout)
     pattern = Pattern(right=0 if is_causal else None)
     if not obstacle and forms.requested == "auto":
-        obstacle = _disadvantage(query, key)
+        obstacle = _find_disadvantage(query, key)
     if not obstacle and mask is not None:
         masks = context.masks
         derived = None if masks is None else masks.pattern(mask, len(query), query.shape[-2], key.shape[-2])
         obstacle, pattern = ("", derived) if derived is not None else (_OTHER_MASK, pattern)
-    layer = _calling_layer()
+    layer = _find_calling_layer()
     if layer is not None:
         forms.of_layers[layer] = f"plain: {obstacle}" if obstacle else "flash"
     if obstacle and forms.requested == "flash" and obstacle not in forms.warned:
@@ -74,7 +74,7 @@ def choose_flash(
     return None if obstacle else (placement, pattern)
 
 
-def _obstacle(query: Tensor, dropout: float) -> str:
+def _find_obstacle(query: Tensor, dropout: float) -> str:
     """Say why the kernel can't compute an attention with any mask; "" if it can."""
     kind = find_kind(query.device)
     if find_spec("jax") is None:
@@ -91,19 +91,19 @@ def _obstacle(query: Tensor, dropout: float) -> str:
     return ""
 
 
-def _disadvantage(query: Tensor, key: Tensor) -> str:
+def _find_disadvantage(query: Tensor, key: Tensor) -> str:
     """Say why plain attention is better, though the kernel could compute this one; "" if the kernel is better."""
     length = min(query.shape[-2], key.shape[-2])
     compiler = releases.find_compiler_versions()
     if length < _MIN_LENGTH:
-        return f"{length} positions are few"
+        return f"{length} positions are fewer than {_MIN_LENGTH}"
     # A kernel that the compiler can't read would end the training.
     if not trace_context().interprets_flash and not releases.is_tested(compiler):
         return releases.explain_untested(compiler)
     return ""
 
 
-def _calling_layer() -> nn.Module | None:
+def _find_calling_layer() -> nn.Module | None:
     """Return the innermost module whose `forward` is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

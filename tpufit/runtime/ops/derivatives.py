@@ -1,4 +1,4 @@
-"""`with_second_derivative`: operations whose gradients, as the device computes them, have no gradients themselves.
+"""`with_second_derivative`: makes operations twice differentiable whose device kernels aren't.
 
 PyTorch would take the missing second derivative for 0, e.g. in a gradient penalty.
 """
@@ -74,8 +74,7 @@ class _Gradient(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(gradient, *tensors)
         ctx.composed = composed
-        # The result is computed again, because only it leads to the gradient; nothing else uses it, so that the
-        # compiler removes it.
+        # Run the operation again for its autograd graph; the compiler removes the unused result.
         detached = [tensor.detach().requires_grad_() for tensor in tensors]
         with torch.enable_grad():
             result = native(*detached)
@@ -86,7 +85,7 @@ class _Gradient(torch.autograd.Function):
         with_graph = torch.is_grad_enabled()
         needed = [tensor.requires_grad for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            # Aliases, because the gradient may depend on the tensors: that belongs to the caller's graph.
+            # Differentiate aliases: a dependence of the gradient on the tensors belongs to the caller's graph.
             gradient, *tensors = aliases = [tensor.view_as(tensor) for tensor in ctx.saved_tensors]
             first = torch.autograd.grad(ctx.composed(*tensors), tensors, gradient, create_graph=True)
             inputs = [alias for alias, need in zip(aliases, needed, strict=True) if need]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .native import operation
 
-# A series with this number of terms is exact in float32 for matrices up to the norm 0.5. Larger matrices are halved at
-# most `_HALVINGS` times; the graph has one product for each time.
+# A series with this number of terms is exact in float32 for matrices up to the norm 0.5. Larger matrices are halved up
+# to `_HALVINGS` times. The graph always has as many squarings.
 _TERMS = 12
 _HALVINGS = 12
 

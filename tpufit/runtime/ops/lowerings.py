@@ -51,9 +51,10 @@ def lower_missing(backend: str) -> None:
     Huber's loss has no kernel; neither have `vdot`, `householder_product` and `matrix_exp`, which spectral and
     orthogonal parametrizations use. `slogdet` and `logdet` have no gradient. `nll_loss` of one sample crashes with a
     segmentation fault, and so does `cross_entropy`, which calls it. Counts, norms and pairwise distances of some orders
-    differ from PyTorch's, and so do images resized by a factor. These kernels' values and gradients equal PyTorch's, up
-    to rounding where Huber's `delta` isn't 1. Packed sequences are refused, because their gradients and their recurrent
-    layers fail with misleading errors. The backend is the dispatch key of the tensors; tests pass `"CPU"`.
+    differ from PyTorch's, and so do images resized by a factor. The registered kernels' values and gradients equal
+    PyTorch's, up to rounding if Huber's `delta` isn't 1. Packed sequences are refused, because their gradients and
+    their recurrent layers fail with misleading errors. The backend is the dispatch key of the tensors; tests pass
+    `"CPU"`.
     """
     if backend not in _libraries:  # permanent: removing a kernel while another thread runs it would crash
         library = torch.library.Library("aten", "IMPL")

@@ -107,7 +107,7 @@ class _Condition:
 
     @property
     def holds(self) -> bool:
-        """True if the mask and the operands haven't been modified since."""
+        """True if the mask and the operands haven't been modified since this was recorded."""
         return self.versions == tuple(_version(x) for x in _tensors((self.mask, self.operands)))
 
 

@@ -81,9 +81,9 @@ def _forward(
     q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in projected)
     masks = []
     if attn_mask is not None and not (is_causal and key_padding_mask is None and not need_weights):
-        masks.append(_summand(attn_mask, q.dtype).view(*shapes[tuple(attn_mask.shape)], time, len(key)))
+        masks.append(_to_additive_mask(attn_mask, q.dtype).view(*shapes[tuple(attn_mask.shape)], time, len(key)))
     if key_padding_mask is not None:
-        masks.append(_summand(key_padding_mask, q.dtype)[:, None, None])
+        masks.append(_to_additive_mask(key_padding_mask, q.dtype)[:, None, None])
     mask = reduce(torch.add, masks) if masks else None
     y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal and mask is None)
     output = F.linear(y.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
@@ -95,7 +95,7 @@ def _forward(
     return output, weights.mean(1) if average_attn_weights else weights
 
 
-def _summand(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _to_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a mask to a tensor that is added to the scores."""
     if mask.dtype is not torch.bool:
         return mask.to(dtype)

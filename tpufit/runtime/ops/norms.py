@@ -115,9 +115,9 @@ def batch_norm_in_autocast(*args: Any) -> Tensor:
 class _Normalized(torch.autograd.Function):
     """Returns a normalized tensor; the backward pass keeps only the input.
 
-    Calls `update` with the mean and the variance before PyTorch saves tensors for the backward pass: a repetition of
-    `torch.utils.checkpoint` ends with its last saved tensor, as it does after a native batch norm has updated its
-    statistics.
+    Calls `update` with the mean and the variance before it saves tensors for the backward pass: a recomputation by
+    `torch.utils.checkpoint` stops at the last saved tensor, and must have updated the statistics, as with a native
+    batch norm.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Images resized by a factor that gives a fractional number of rows. torch_xla uses the ratio of the sizes instead."""
+"""Resizes images by a factor. torch_xla uses the ratio of sizes, which differs if the exact size isn't whole."""
 
 from collections.abc import Sequence
 from typing import Any

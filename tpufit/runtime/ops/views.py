@@ -25,12 +25,12 @@ def restore_rows(x: Tensor) -> Tensor:
         >>> restore_rows(torch.zeros(2, 3, 5).flatten(0, 1)).shape
         torch.Size([2, 3, 5])
     """
-    layout = _layout(x)
+    layout = _find_layout(x)
     if layout is None:
         return x
     base, start, strides = layout
     same = base.dim() > 1 and base.numel() == x.numel() and base.shape[-1] == x.shape[-1]
-    return base if same and (start, strides) == (0, _contiguous(x.shape)) else x
+    return base if same and (start, strides) == (0, _compute_strides(x.shape)) else x
 
 
 def slice_base(*tensors: Tensor) -> list[Tensor]:
@@ -53,7 +53,7 @@ def slice_base(*tensors: Tensor) -> list[Tensor]:
         >>> torch.equal(slice_base(q, k, v)[1], k)
         True
     """
-    places = [_place(x) for x in tensors]
+    places = [_find_place(x) for x in tensors]
     bases = {id(place.base): place.base for place in places if place}
     parts: dict[tuple[int, int, int], Tensor] = {}
     slices: tuple[Tensor, ...] | None
@@ -85,14 +85,14 @@ class _Place:
         return math.prod(self.sizes)
 
 
-def _place(x: Tensor) -> _Place | None:
-    layout = _layout(x)
+def _find_place(x: Tensor) -> _Place | None:
+    layout = _find_layout(x)
     if layout is None:
         return None
     base, start, strides = layout
     # A dimension whose stride is one of the base's leading strides runs over rows; any other runs within a row. The
     # view is a reshaped slice only if the former dimensions cover all rows in order, and the others one range of each.
-    outer = {stride: i for i, stride in enumerate(_contiguous(base.shape)[:-1])}
+    outer = {stride: i for i, stride in enumerate(_compute_strides(base.shape)[:-1])}
     inner = [i for i, stride in enumerate(strides) if stride not in outer]
     inner.sort(key=lambda i: -strides[i])
     sizes = [x.shape[i] for i in inner]
@@ -103,7 +103,7 @@ def _place(x: Tensor) -> _Place | None:
         not inner
         or x.numel() != base.shape[:-1].numel() * size
         or [x.shape[i] for i in rows] != list(base.shape[:-1])
-        or tuple(strides[i] for i in inner) != _contiguous(sizes)
+        or tuple(strides[i] for i in inner) != _compute_strides(sizes)
         or start + size > base.shape[-1]
     ):
         return None
@@ -139,15 +139,20 @@ def chunks(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor] | None:
     return parts
 
 
-def _layout(x: Tensor) -> tuple[Tensor, int, tuple[int, ...]] | None:
+def _find_layout(x: Tensor) -> tuple[Tensor, int, tuple[int, ...]] | None:
     """Return a view's base, the offset of its first element, and its strides.
 
-    None if the tensor isn't a view, or if a gradient or a hook of the view itself must be kept.
+    None if it isn't a view that strides describe, or if autograd must keep the view itself, e.g. for a hook.
     """
     base = x._base
     if base is None or base.numel() == 0 or x.dtype is not base.dtype or x.dim() == 0:
         return None
-    if x.requires_grad is not base.requires_grad or x._backward_hooks or x.retains_grad or not _only_views(x, base):
+    if (
+        x.requires_grad is not base.requires_grad
+        or x._backward_hooks
+        or x.retains_grad
+        or not _passes_only_views(x, base)
+    ):
         return None
     try:
         # The views are recomputed on a meta tensor, because the device's tensors don't report their strides.
@@ -157,7 +162,7 @@ def _layout(x: Tensor) -> tuple[Tensor, int, tuple[int, ...]] | None:
     return base, int(view.storage_offset()), view.stride()
 
 
-def _only_views(x: Tensor, base: Tensor) -> bool:
+def _passes_only_views(x: Tensor, base: Tensor) -> bool:
     """True if the gradient of a view reaches its base only through views.
 
     An `autograd.Function` may return a view too, e.g. the function of a module's backward hook.
@@ -170,7 +175,7 @@ def _only_views(x: Tensor, base: Tensor) -> bool:
     return True
 
 
-def _contiguous(shape: torch.Size | list[int]) -> tuple[int, ...]:
+def _compute_strides(shape: torch.Size | list[int]) -> tuple[int, ...]:
     strides = []
     step = 1
     for size in reversed(shape):
