@@ -131,7 +131,7 @@ def test_a_sound_machine_has_no_findings():
             {"trials": (Trial(ALL, failure="signal 6 ended its process. It said:\nF00", status=-6),)},
             "training on all cores",
             "error",
-            "see the rows before it",
+            "check the rows before it",
         ),
         (
             {"trials": (Trial(1, failure="no answer", status=None),)},

@@ -266,4 +266,4 @@ def test_a_batch_that_is_larger_on_one_host_is_an_error(tmp_path):
     compiled().fit(iter([(X[:4], Y[:4]), (X[:few], Y[:few])]), verbose=0)
     """
     for host, rows in zip(Pod(2, 2, tmp_path).run(COMMON + "\n" + textwrap.dedent(code)), (8, 12), strict=True):
-        assert host.code == 1 and f"has {rows} rows on this host, and from 8 to 12 on others" in host.err
+        assert host.code == 1 and f"has {rows} rows on this host, but 8 to 12 across the hosts" in host.err
